@@ -228,6 +228,7 @@ class Measures:
 
     def begin_node(self, node_id: str, title: str, workflow_id: str | None) -> None:
         allocated = {name: self.look(name) for name in self.devices}  # what was until now is not of this node
+        self.observed.note_loads(None)
         self.event_log.enter_node(node_id)
         self.node = OpenNode(
             node_id=node_id,
@@ -271,6 +272,7 @@ class Measures:
     def end_node(self, node: OpenNode, tiers: dict[str, int]) -> NodeReport:
         """Close the open node and enter its report, which is returned."""
         self.sample()
+        self.observed.note_loads(self.event_log.now_s)
         node.note_waited(self.seconds_waited())
         self.node = None
         self.event_log.enter_node(None)

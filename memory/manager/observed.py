@@ -26,6 +26,24 @@ class ObservedModel(ABC):
     kind: str
     names_file: bool = True
     """Whether ``name`` is that of its file; else of its class."""
+    last_use_s: float | None = None
+    """When a node ended that used it; None: no node did since the manager sees it, or the host does not tell."""
+    last_load: object = None
+    """What `find_load` returned last."""
+
+    def find_load(self) -> object:
+        """Return what is another object whenever the host has loaded it for a use; None: not loaded, or unknown."""
+        return None
+
+    def note_load(self, now_s: float | None) -> None:
+        """Look whether it was loaded for a use since the last look, and note when; None: at a time that is not known.
+
+        A use is missed if the host has unloaded it since.
+        """
+        load = self.find_load()
+        if load is not None and load is not self.last_load:
+            self.last_load = load
+            self.last_use_s = now_s if now_s is not None else self.last_use_s
 
     @abstractmethod
     def device_bytes(self) -> Mapping[str, int]:
@@ -68,6 +86,11 @@ class Observed:
         """Return the bytes of a device that they have in torch's allocator."""
         return sum(model.device_bytes().get(device, 0) for model in self.models())
 
+    def note_loads(self, now_s: float | None) -> None:
+        """Look which of them were used since the last look (`ObservedModel.note_load`)."""
+        for model in self.models():
+            model.note_load(now_s)
+
     def known_components(self) -> list[KnownComponent]:
         """Return what hosts find them by."""
         return [
@@ -99,7 +122,7 @@ def observed_report(name: str, model: ObservedModel) -> ComponentReport:
         precision=Precision.AS_STORED.name,
         in_effect=False,
         leased=False,
-        last_use_s=None,
+        last_use_s=model.last_use_s,
         bytes_moved=None,
         plan=plan,
         engine="core",

@@ -9,7 +9,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...memory.hosted_component import ObservedModel, observe_host
-from .core_loading import ByModel, listed
+from .core_loading import ByModel, entry_of, listed
 from .dynamic_models import is_dynamic, kind_of
 from .hosted import hosted_of
 from .model_names import name_of, paths_of
@@ -28,6 +28,10 @@ class CoreModel(ObservedModel):
 
     def device_bytes(self) -> Mapping[str, int]:
         return self.counts.device_bytes()
+
+    def find_load(self) -> object:
+        """Return core's finalizer of the model's entry: it makes a new one whenever it loads a model for a use."""
+        return getattr(entry_of(self.counts.model_ref()), "model_finalizer", None)
 
     def host_bytes(self) -> Mapping[str, int]:
         return {"host": max(0, self.weight_bytes - sum(self.device_bytes().values()))}

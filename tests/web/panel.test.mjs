@@ -178,7 +178,7 @@ test("a row says where a component is, when it is used, and which node shows it"
   const told = (more) => rowsOf({ components: [{ ...PART, ...more }] }, PAGE)[0];
   assert.deepEqual([0, 1, 3].map((next_use) => told({ next_use }).next_use), ["now", "in the next step", "in 3 steps"]);
   assert.deepEqual([told({ last_use_s: null }).last_use, told({ leased: true }).last_use], ["never", "now"]);
-  assert.equal(told({ last_use_s: null, engine: "core" }).last_use, "not known", "nothing tells when ComfyUI uses it");
+  assert.equal(told({ last_use_s: null, engine: "core" }).last_use, "not known", "nothing tells of uses before the first run with a node of ours");
   assert.equal(told({ tiers: {}, plan: { tier: "disk" } }).where, "disk");
   assert.equal(told({ tiers: {} }).where, "not loaded");
   assert.equal(told({ tiers: { host: MIB } }).isOnDevice, false);

@@ -301,6 +301,10 @@ class Counted(ObservedModel):
     def __init__(self, name: str) -> None:
         self.name = name
         self.weights: list[torch.Tensor] = []
+        self.load: object = None
+
+    def find_load(self) -> object:
+        return self.load
 
     def device_bytes(self) -> Mapping[str, int]:
         return {"gpu:0": sum(weight.nbytes for weight in self.weights)}
@@ -332,3 +336,30 @@ def test_what_a_host_loads_by_itself_is_shown_and_is_no_activation(toys, machine
         assert [part.id for part in manager.shown_components()] == ["clip", "clip#2", "clip#3"]
         assert manager.members.free_name("clip#2") == "clip#2", "it takes no name"
         models.clear()
+
+
+def test_a_model_that_a_host_loaded_was_used_in_the_node_in_which_it_was_loaded(machine) -> None:
+    with machine(16) as manager:
+        early, late = models = [Counted("clip"), Counted("vae")]
+        manager.hosting.observe(models.copy)
+
+        def uses() -> dict[str, float | None]:
+            return {row["id"]: row["last_use_s"] for row in manager.report({"components"})["components"]}
+
+        early.load = object()  # before the first node: nobody saw when
+        manager.begin_node("1", "VAEDecode")
+        late.load = object()
+        manager.end_node()
+        first = uses()
+        assert first["clip"] is None and first["vae"] is not None
+        manager.begin_node("2", "VAEDecode")
+        manager.end_node()
+        assert uses() == first, "nothing was used"
+        manager.begin_node("3", "CLIPTextEncode")
+        early.load = object()
+        manager.end_node()
+        assert uses()["clip"] > first["vae"] == uses()["vae"]
+        early.load = None  # it is unloaded
+        manager.begin_node("4", "KSampler")
+        manager.end_node()
+        assert uses()["clip"] > first["vae"]
