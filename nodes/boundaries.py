@@ -8,7 +8,7 @@ node, or the end of the run, closes them. So does a node that waits for others (
 part of it is its report.
 
 A provider costs time even if it caches nothing, as core hashes every node's ancestors for it. So it is registered
-when the first prompt comes that names a node of ours, and until then this file does nothing but look at prompts.
+when the first prompt comes that names a node of ours, or the panel is opened, and until then this file does nothing but look at prompts.
 """
 
 from __future__ import annotations

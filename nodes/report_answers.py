@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ REPORT_BYTES = 64_000
 """How much of these lists a report has in all, as JSON, where its reader sets no limit."""
 NUM_ENTRIES = 200
 """From so many of the last nodes and events the advice is made where the report is asked for in parts."""
+SERVER_ID = uuid.uuid4().hex
+"""Tells this process from the one before it at the same address: what that told of is gone."""
 ALL = "all"
 LARGEST_LIMIT = 1_000_000
 EVENT_WORDS = ("run", "node", "kind", "after", "limit")
@@ -34,7 +37,7 @@ def make_report(
     find_loaders: Callable[[], list[dict[str, Any]]] = list,
     limit: str | None = None,
 ) -> dict[str, Any]:
-    """Return the manager's report, an empty one without a manager, and what of it this host keeps up to date.
+    """Return the manager's report, an empty one without a manager, what of it this host keeps up to date, and who tells.
 
     Where older entries of a list are left out, ``left_out`` says how many. No text names a folder.
 
@@ -56,7 +59,7 @@ def make_report(
     if parts is None or "advice" in parts:
         whole = report if parts is None or manager is None else manager.recent_report(NUM_ENTRIES)
         made["advice"] = [text.to_json() for text in advise(whole)]
-    report = parts_of(report | made, only)
+    report = parts_of(report | made, only) | {"server_id": SERVER_ID}
     lists = [name for name in LISTS if name in report]
     left_out, room = {}, REPORT_BYTES
     # The shortest first: what it leaves of its part is for the others.

@@ -25,6 +25,7 @@ DEVICE = text("a device, such as gpu:0")
 PERIOD = "a time such as 60s or 10min"
 
 REQUESTS: dict[str, Schema] = {
+    "/highwater/follow": record({}),
     "/highwater/free": record({}),
     "/highwater/lend": record({"size": text("an amount such as 8GiB"), "for": text(PERIOD)}, {"device": DEVICE}),
     "/highwater/lend/give-back": record({}, {"device": DEVICE}),
@@ -155,8 +156,9 @@ def answer_schemas() -> dict[str, Schema]:
     departure["properties"]["text"] = NAME
     departure["required"].append("text")
     return {
-        "/highwater/report": record({"version": {"type": "integer"}, "now_s": NUMBER}, report),
+        "/highwater/report": record({"version": {"type": "integer"}, "now_s": NUMBER, "server_id": NAME}, report),
         "/highwater/events": record({"events": listed(event), "left_out": BYTES}),
+        "/highwater/follow": record({"devices": listed(NAME)}),
         "/highwater/free": record({"freed_bytes": mapped(BYTES)}),
         "/highwater/lend": schema_of(LendingReport),
         "/highwater/lend/give-back": record({"device": NAME, "lent_bytes": BYTES}),

@@ -60,7 +60,7 @@ def make_routes(
         is_running: whether the host runs a prompt now.
         host_features: what of the report this host keeps up to date, and why not the rest.
         examine: says whether the pack is in effect; looks at the ComfyUI that this process is by default.
-        find_manager: returns the manager; None: there is none yet. Only what needs one makes it.
+        find_manager: returns the manager; None: there is none yet. Only what needs one makes it, and ``follow``.
         find_loaders: returns which components each loader shows (`Loaders.rows`).
         seeing_models: makes the manager see, in its body, what the host has loaded by itself.
     """
@@ -169,6 +169,7 @@ def make_routes(
     return [
         ("GET", "/highwater/report", telling(tell_report)),
         ("GET", "/highwater/events", telling(tell_events)),
+        changing("/highwater/follow", lambda _: {"devices": [*manager().devices]}),
         changing("/highwater/free", lambda _: free_idle()),
         requesting("/highwater/lend", "lend"),
         requesting("/highwater/lend/give-back", "give_back"),

@@ -6,7 +6,7 @@ import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, shownIn } from "./badges.js";
 import { commands, keybindings, menuCommands } from "./commands.js";
 import { detailOf, fillDetail, makeDetail } from "./detail.js";
-import { addNotes, addTextBox, showReports } from "./node_boxes.js";
+import { addNotes, addTextBox, showTexts, takeServer } from "./node_boxes.js";
 import { settings } from "./page_settings.js";
 import { useLanguage } from "./page_texts.js";
 import { noticeOfEvent, noticeOfFailure } from "./readout.js";
@@ -120,11 +120,13 @@ function closeOnEscape(event) {
 }
 
 /**
- * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer.
+ * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer. What a server
+ * told that is gone is forgotten.
  * @param {Highwater.Report} report
  */
 function take(report) {
   now = { components: report.components ?? [], loaders: report.loaders ?? [] };
+  if (takeServer(report.server_id)) reports.clear();
   const isNews = (/** @type {NodeReport} */ node) => !reports.get(node.workflow_id ?? "")?.has(node.node_id);
   const before = (report.nodes ?? []).filter(isNews);
   [...before, ...(report.open_nodes ?? [])].forEach(keep);
@@ -161,7 +163,7 @@ app.registerExtension({
     useLanguage(); // the page opens the workflow again when its language is changed
     closeDetail();
     showNodes();
-    showReports();
+    showTexts();
   },
 
   async setup() {
@@ -176,7 +178,9 @@ app.registerExtension({
     // What changes while the page is open; executions of nodes are told one by one.
     live.read(() => ["components", "loaders", "open_nodes"], take);
     followServer();
-    // Events are not repeated after a reload.
-    await live.ask({ more: ["nodes"], limit: 500 }); // a large workflow has more nodes than a report tells by default
+    // Events are not repeated after a reload, nor after a while without the server.
+    const askForAll = () => live.ask({ more: ["nodes"], limit: 500 }); // a large workflow has more nodes than a report tells by default
+    api.addEventListener("reconnected", askForAll);
+    await askForAll();
   },
 });

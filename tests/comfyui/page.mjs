@@ -60,6 +60,40 @@ const saved = await page.evaluate(() => JSON.stringify(app.rootGraph.serialize()
 assert.ok(!SAVED.test(saved) && !/this machine has no/.test(saved), "a readout was saved with the workflow");
 assert.deepEqual(errors, [], "errors in the page");
 
+// What a node says is there again when its tab is, and after a reload; it makes the saved node no larger. What a server told
+// that is gone is no longer true.
+const saysNoDevice = (text) => text.includes("this machine has no gpu:7");
+const says = (name, isSaid) => eventually(`what the loader says ${name}`, notes, (text) => saysNoDevice(text) === isSaid);
+const command = (id) => page.evaluate((id) => app.extensionManager.command.execute(id), id);
+const savedHeight = () => app.rootGraph.serialize().nodes.find((node) => node.type === "HighwaterLoadDiffusionModel").size[1];
+const height = await page.evaluate(savedHeight);
+for (const isVue of [true, false]) {
+  await setting("Comfy.VueNodes.Enabled", isVue);
+  await command("Comfy.NewBlankWorkflow");
+  await says("in another tab", false);
+  await command("Workspace.PreviousOpenedWorkflow");
+  await says("in its tab", true);
+  assert.equal(await page.evaluate(savedHeight), height, "the room of a note was saved");
+  await run();
+  await eventually("nothing runs", isIdle, Boolean);
+  assert.equal(await page.evaluate(savedHeight), height, "the room of a note was saved after a run");
+}
+await page.reload();
+await eventually("page is ready after its own reload", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
+await says("after a reload", true);
+await eventually("canvas after a reload", onCanvas, (badges) => ADDED.test(badges[SAMPLER]));
+await page.route(isReport, async (route) => {
+  const response = await route.fetch();
+  await route.fulfill({ response, json: { ...(await response.json()), nodes: [], server_id: "another" } });
+});
+await page.evaluate(() => app.api.dispatchCustomEvent("reconnected"));
+await says("of another server", false);
+await eventually("canvas with another server", onCanvas, (badges) => badges[SAMPLER] === "" && badges[LOADER] !== "");
+await page.unroute(isReport);
+await page.evaluate(() => app.api.dispatchCustomEvent("reconnected"));
+await eventually("canvas with this server", onCanvas, (badges) => ADDED.test(badges[SAMPLER]));
+await setting("Comfy.VueNodes.Enabled", true);
+
 // Another workflow with the same node ids has nothing yet; the first one's values are there when it is opened again,
 // and after a reload, when no event is repeated.
 const first = await page.evaluate(() => app.rootGraph.serialize());

@@ -65,11 +65,20 @@ def test_the_page_may_ask_before_anything_is_managed(ask: Callable[..., tuple[in
     assert existing_manager() is None
 
 
+def test_who_wants_to_see_what_no_node_of_ours_does_has_it_measured(ask: Callable[..., tuple[int, Any]]) -> None:
+    assert ask("GET", "/highwater/report")[1]["devices"] == [] and existing_manager() is None
+    status, answer = ask("POST", "/highwater/follow")
+    assert (status, answer) == (200, {"devices": [*default_manager().devices]})
+    assert [device["name"] for device in ask("GET", "/highwater/report")[1]["devices"]] == answer["devices"]
+    assert ask("POST", "/highwater/follow") == (200, answer)
+
+
 def test_only_gives_the_named_parts_and_the_version(ask: Callable[..., tuple[int, Any]]) -> None:
     default_manager()
     status, report = ask("GET", "/highwater/report?only=devices,host_features")
     assert status == 200
-    assert list(report) == ["devices", "now_s", "version", "host_features"]
+    assert list(report) == ["devices", "now_s", "version", "host_features", "server_id"]
+    assert report["server_id"] == ask("GET", "/highwater/report")[1]["server_id"] != ""
     assert report["devices"][0]["name"] == "cpu"
 
 

@@ -1,16 +1,17 @@
 // Unit tests of web/node_boxes.js; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { addTextBox } from "../../web/node_boxes.js";
+import { addNotes, addTextBox } from "../../web/node_boxes.js";
 
 globalThis.document = { createElement: () => ({ style: {} }) };
-globalThis.sessionStorage = { setItem() {}, getItem: () => null };
+globalThis.sessionStorage = { setItem() {}, removeItem() {}, getItem: () => null };
 
 const makeNode = (width, height) => ({
   id: 1,
   size: [width, height],
   boxes: [],
   setSize(size) { this.size = size; },
+  removeWidget() { this.boxes.pop(); },
   addDOMWidget(name, type, box) { this.boxes.push(box); return {}; },
 });
 
@@ -31,4 +32,22 @@ test("lines that are longer than the box go on below, and are text", () => {
   node.onExecuted({ text: ["<b>Devices", "Advice"] });
   assert.equal(box.textContent, "<b>Devices\nAdvice");
   assert.ok(!("innerHTML" in box));
+});
+
+test("a note has room while it is there, which is not saved", () => {
+  const node = makeNode(225, 60);
+  addNotes(node);
+  const saved = () => {
+    const data = { size: [...node.size] };
+    node.onSerialize(data);
+    return data.size;
+  };
+  assert.deepEqual([node.boxes.length, saved()], [0, [225, 60]]);
+  for (const text of [["this machine has no gpu:7"], ["another"]]) {
+    node.onExecuted({ text });
+    assert.deepEqual([node.boxes.length, saved()], [1, [225, 60]]);
+    assert.ok(node.size[1] > 100);
+  }
+  node.onExecuted({ text: [] });
+  assert.deepEqual([node.boxes.length, node.size], [0, [225, 60]]);
 });

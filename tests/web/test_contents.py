@@ -179,6 +179,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "commands.js",
         "detail.js",
         "extension.js",
+        "kept_texts.js",
         "limits.js",
         "manage_extension.js",
         "manage_menu.js",

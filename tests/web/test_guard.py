@@ -113,6 +113,7 @@ def test_pages_of_other_sites_read_and_run_nothing(with_server, kind: str) -> No
             ("GET", "/view?filename=a.png"),
             ("POST", "/prompt"),
             ("POST", "/free"),
+            ("POST", "/highwater/follow"),
             ("POST", "/highwater/free"),
             ("POST", "/highwater/watermark"),
             ("POST", "/highwater/lend"),

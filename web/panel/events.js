@@ -16,7 +16,7 @@ const MOST_EVENTS = 1000;
 const MOST_LINES = 100;
 
 /**
- * Return the events that are known after some more came, the oldest first; those of another start of the server go.
+ * Return the events that are known after some more came, the oldest first, and no more than are kept.
  * @param {Event[]} known
  * @param {Event[]} more
  */

@@ -19,7 +19,7 @@ const SETTING = "Highwater.Watermark";
 const EVENTS = "limit=500";
 
 /** The newest report; runs, nodes, samples and advice change only with runs, and are those of the last answer that had them. @type {Highwater.Report} */
-let report = { version: 0, now_s: 0 };
+let report = { version: 0, now_s: 0, server_id: "" };
 /** @type {import("./events.js").Event[]} */
 let events = [];
 /** When the server started, by this page's clock. @type {number} */
@@ -50,7 +50,7 @@ function draw() {
 /** @param {Highwater.Report} now */
 function take(now) {
   const begin = Date.now() - now.now_s * 1000;
-  if (now.now_s < report.now_s) events = []; // the server was started again
+  if (now.server_id !== report.server_id) events = []; // the server was started again
   if (Math.abs(begin - startMs) > 2000) startMs = begin; // times do not waver with each answer
   if (now.runs) shownAt = askedAt;
   report = { ...report, ...now };
@@ -125,6 +125,11 @@ const actions = {
   keep: (component, keep) => change(text("panel.keep_title", { component }), "keep", { component, keep }, () => null),
 };
 
+/** Have the server measure from now on, if no workflow has had a node of ours yet, and show what is. */
+async function follow() {
+  if (await change(text("panel.title"), "follow", {}, () => null)) await live.ask();
+}
+
 /** @returns {string[]} */
 function parts() {
   const always = ["devices", "components", "loaders", "open_nodes"];
@@ -169,7 +174,7 @@ app.registerExtension({
         shownAt = -1;
         open = { view, language: text("panel.tooltip"), close: live.read(parts, take) };
         draw();
-        void live.ask();
+        void follow();
       },
       destroy() {
         open?.close();

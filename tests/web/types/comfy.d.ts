@@ -47,6 +47,7 @@ interface ComfyNode {
   badges: (ComfyBadge | (() => ComfyBadge))[];
   onExecuted?: (this: ComfyNode, output: { text?: string[] }) => void;
   onRemoved?: (this: ComfyNode) => void;
+  onSerialize?: (this: ComfyNode, saved: { size: [number, number] }) => void;
   addDOMWidget(
     name: string,
     type: string,

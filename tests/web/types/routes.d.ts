@@ -2,6 +2,7 @@
 
 declare namespace Highwater {
   interface Requests {
+    follow: Record<string, never>;
     free: Record<string, never>;
     lend: {
       size: string;
@@ -41,6 +42,7 @@ declare namespace Highwater {
     report: {
       version: number;
       now_s: number;
+      server_id: string;
       devices?: {
         name: string;
         total_bytes: number;
@@ -217,6 +219,9 @@ declare namespace Highwater {
         node_id: string | null;
       }[];
       left_out: number;
+    };
+    follow: {
+      devices: string[];
     };
     free: {
       freed_bytes: Record<string, number>;
