@@ -77,8 +77,11 @@ def test_nothing_is_done_before_the_first_prompt_with_a_node_of_ours(host_files:
         assert host.part("devices") == []
 
         assert host.post("/highwater/follow")["devices"]  # as the panel does when it is opened
-        followed = run(host, nodes, "others").prompt_id
-        assert [run["run_id"] for run in host.part("runs")] == [followed] and host.part("nodes")
+        others = small_graph()
+        del others["9"]
+        followed = run(host, others, "others").prompt_id
+        assert [run["run_id"] for run in host.part("runs")] == [followed]
+        assert {node["node_id"] for node in host.part("nodes")} == {"5:7", "2"}
 
         result = run(host, {**small_graph(), "9": ours}, "first")
         assert {node["node_id"] for node in told(host, result.prompt_id)} == {"5:7", "2", "9"}
