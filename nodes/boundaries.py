@@ -7,8 +7,9 @@ one that is added by ``call_soon`` comes before the first node. Failed and inter
 node, or the end of the run, closes them. So does a node that waits for others (lazy inputs, node expansion): the first
 part of it is its report.
 
-A provider costs time even if it caches nothing, as core hashes every node's ancestors for it. So it is registered
-when the first prompt comes that names a node of ours, or the panel is opened, and until then this file does nothing but look at prompts.
+A provider costs time even if it caches nothing, as core hashes every node's ancestors for it. So it is registered when
+the first prompt comes that names a node of ours, or the panel is opened, and until then this file does nothing but look
+at prompts.
 """
 
 from __future__ import annotations

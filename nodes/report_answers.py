@@ -37,7 +37,7 @@ def make_report(
     find_loaders: Callable[[], list[dict[str, Any]]] = list,
     limit: str | None = None,
 ) -> dict[str, Any]:
-    """Return the manager's report, an empty one without a manager, what of it this host keeps up to date, and who tells.
+    """Return the manager's report, empty without a manager, what of it this host keeps up to date, and who tells.
 
     Where older entries of a list are left out, ``left_out`` says how many. No text names a folder.
 
