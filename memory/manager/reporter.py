@@ -87,7 +87,14 @@ class Reporter:
         for other in self.steered.components():
             node_id, workflow_id = other.asked_by()
             steered.append(
-                KnownComponent(id=other.id, name=other.name, kind=other.kind, node_id=node_id, workflow_id=workflow_id)
+                KnownComponent(
+                    id=other.id,
+                    name=other.name,
+                    kind=other.kind,
+                    node_id=node_id,
+                    workflow_id=workflow_id,
+                    names_file=other.names_file,
+                )
             )
         return [*ours, *steered, *self.capacity.kept.known()]
 

@@ -38,6 +38,8 @@ class SteeredComponent(ABC):
     """What moves it, for the report."""
     takes_budgets = True
     """Whether a profile can limit its bytes."""
+    names_file = True
+    """Whether its name is that of its file; else of its class."""
 
     def __init__(self, name: str, kind: str, *, node_id: str | None = None, workflow_id: str | None = None) -> None:
         self.name = name

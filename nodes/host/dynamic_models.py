@@ -35,6 +35,7 @@ class DynamicModel(SteeredComponent):
 
     def __init__(self, model: torch.nn.Module, name: str, kind: str, content: Hashable | None = None) -> None:
         super().__init__(name, kind)
+        self.names_file = name != type(model).__name__
         self.read_from = content
         self.by_dtype = count_by_dtype(model)
         self.model_ref = weakref.ref(model)

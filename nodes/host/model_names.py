@@ -11,7 +11,7 @@ import torch
 
 from .hosted import PARTS
 
-__all__ = ["content_of", "name_of", "paths_of"]
+__all__ = ["content_of", "name_of"]
 
 
 def paths_of(source: Sequence[Any] | None) -> list[str]:

@@ -12,7 +12,7 @@ from ...memory.hosted_component import ObservedModel, observe_host
 from .core_loading import ByModel, entry_of, listed
 from .dynamic_models import is_dynamic, kind_of
 from .hosted import hosted_of
-from .model_names import name_of, paths_of
+from .model_names import name_of
 from .unmanaged import UnmanagedModel, is_unmanaged
 
 __all__ = ["observe_core"]
@@ -21,9 +21,10 @@ __all__ = ["observe_core"]
 class CoreModel(ObservedModel):
     """A model of core's that is whole in torch's memory: on a device, in RAM, or in part on each."""
 
-    def __init__(self, model: torch.nn.Module, name: str, kind: str, *, names_file: bool) -> None:
-        self.name, self.kind, self.names_file = name, kind, names_file
+    def __init__(self, model: torch.nn.Module, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
         self.counts = UnmanagedModel(model, name, kind)
+        self.names_file = self.counts.names_file
         self.weight_bytes = int(self.counts.describe()["weight_bytes"])
 
     def device_bytes(self) -> Mapping[str, int]:
@@ -56,9 +57,8 @@ def read_core() -> list[CoreModel]:
         patcher = entry.model
         if isinstance(patcher, ModelPatcher) and seen.get(patcher.model) is None and not is_dynamic(patcher):
             kind = kind_of(patcher)
-            source = getattr(patcher, "cached_patcher_init", None)
-            name, names_file = name_of(patcher.model, kind, source), bool(paths_of(source))
-            seen.add(patcher.model, CoreModel(patcher.model, name, kind, names_file=names_file))
+            name = name_of(patcher.model, kind, getattr(patcher, "cached_patcher_init", None))
+            seen.add(patcher.model, CoreModel(patcher.model, name, kind))
     return [found for found in seen.values() if not is_counted_elsewhere(found)]
 
 

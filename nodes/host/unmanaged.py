@@ -54,6 +54,7 @@ class UnmanagedModel(SteeredComponent):
 
     def __init__(self, model: torch.nn.Module, name: str, kind: str) -> None:
         super().__init__(name, kind)
+        self.names_file = name != type(model).__name__
         self.model_ref = weakref.ref(model)
         self.reason = ""
         self.runs = False

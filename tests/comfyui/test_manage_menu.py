@@ -63,7 +63,8 @@ def test_models_of_other_loaders_are_reported_with_size_and_place(gpu_host: Host
     gpu_host.forget()
 
 
-def test_loaders_that_leave_no_files_name_with_their_model_show_it(host_files: HostFiles, models: Path) -> None:
+@pytest.mark.parametrize("engine", ["core", "dynamic"])
+def test_loaders_that_leave_no_files_name_with_their_model_show_it(engine: str, request: pytest.FixtureRequest) -> None:
     """One ControlNet, one CLIP vision model and one loader of each: what they hold can only be theirs."""
     graph = Graph()
     core = Loaders(kind="core")
@@ -72,17 +73,24 @@ def test_loaders_that_leave_no_files_name_with_their_model_show_it(host_files: H
     encoded = graph.add("CLIPVisionEncode", clip_vision=core.clip_vision(graph), image=image, crop="center")
     graph.keep(encoded, "vision")
     graph.add("HighwaterMemoryReport", after=encoded)
-    # A host of its own: its loaders must not know earlier runs.
-    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES]) as host:
-        result = host.run(graph.nodes)
-        assert result.outcome == "success", result.brief_error
+
+    def assert_shown(host: HostProcess) -> str:
+        """Check both; returns the id of the ControlNet."""
         parts = {part["id"]: part for part in host.part("components")}
         rows = {graph.nodes[row["node_id"]]["class_type"]: row["components"] for row in host.part("loaders")}
-    for loader, kind in (("ControlNetLoader", "control"), ("CLIPVisionLoader", "vision")):
-        (part,) = (parts[id] for id in rows[loader])
-        assert part["kind"] == kind and part["engine"] == "core" and part["tiers"].get("gpu:0")
-        assert part["last_use_s"] > 0
-    assert sorted(rows["CheckpointLoaderSimple"]) == ["shallow_sd/clip", "shallow_sd/model"]
+        found = [parts[id] for name in ("ControlNetLoader", "CLIPVisionLoader") for id in rows[name]]
+        assert [part["kind"] for part in found] == ["control", "vision"]
+        assert all(part["engine"] == engine and part["last_use_s"] > 0 for part in found)
+        assert sorted(rows["CheckpointLoaderSimple"]) == ["shallow_sd/clip", "shallow_sd/model"]
+        return found[0]["id"]
+
+    # A host of its own: its loaders must not know earlier runs.
+    with request.getfixturevalue("start_gpu_host" if engine == "core" else "start_dynamic_host")() as host:
+        result = host.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+        # What is asked of one makes the manager see all of them as models that core moves.
+        host.post("/highwater/keep", {"component": assert_shown(host), "keep": True})
+        assert_shown(host)
 
 
 def test_models_of_other_loaders_are_kept_and_released_on_request(gpu_host: HostProcess) -> None:
