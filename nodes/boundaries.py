@@ -139,7 +139,8 @@ class Boundaries:
         shown = graph.get_display_node_id(node_id)
         self.open_node, self.shown_node = node_id, shown
         self.started.add(shown)
-        self.loaders.note_computed(self.digests.get(node_id, ""), shown, self.workflow_id)
+        digest = self.digests.get(node_id, "")
+        self.loaders.note_computed(digest, shown, self.workflow_id, self.manager.shown_components())
         self.manager.begin_node(shown, title_of(node), workflow_id=self.workflow_id)
         self.foresee()
 

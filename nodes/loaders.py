@@ -5,7 +5,8 @@ node of what its own loaders read. So the components of a node are, the first th
 id and its workflow; those of the node that computed the same result; those that no node of the workflow claims and
 that are called like the file that it names. ComfyUI leaves no file's name with some models (of *Load ControlNet Model*,
 *Load CLIP Vision*): where there is one such model of a kind, and one loader that gives that kind and has none, they
-belong together.
+belong together. A host may keep results of a node's earlier inputs, and their models: of the components that carry a
+node's id, those count that came while it computed what it gives now.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class Loaders:
         self.givers: dict[Place, Giver] = {}
         self.computed_at: dict[str, Place] = {}
         """Digest -> the node and the workflow that computed it last."""
+        self.last_digests: dict[Place, str] = {}
+        """What a node computed last."""
+        self.made_for: dict[str, str] = {}
+        """Component -> what its node computed when it came; without those that came since a node began last."""
 
     def read(self, prompt: PromptGraph) -> None:
         """Take the loaders of a prompt that begins; those that its workflow has no more are forgotten."""
@@ -59,9 +64,19 @@ class Loaders:
                 kinds = frozenset() if is_ours else frozenset(prompt.kinds_made(node_id))
                 remember(self.givers, (node_id, workflow), Giver(prompt.digests.get(node_id, ""), names, kinds))
 
-    def note_computed(self, digest: str, node_id: str, workflow_id: str | None) -> None:
-        """Note that a node computes what follows from a digest."""
+    def note_computed(
+        self, digest: str, node_id: str, workflow_id: str | None, components: Iterable[KnownComponent]
+    ) -> None:
+        """Note that a node begins to compute what follows from a digest; ``components`` exist already."""
+        self.made_for = {component.id: self.digest_of(component) for component in components}
         remember(self.computed_at, digest, (node_id, workflow_id))
+        remember(self.last_digests, (node_id, workflow_id), digest)
+
+    def digest_of(self, component: KnownComponent) -> str:
+        """Return what a component's node computed when it came; "" where that is not known."""
+        if component.node_id is None:
+            return ""
+        return self.made_for.get(component.id) or self.last_digests.get((component.node_id, component.workflow_id), "")
 
     def rows(self, components: Iterable[KnownComponent]) -> list[dict[str, Any]]:
         """Return the loaders that have components now, with the ids of these; JSON-able."""
@@ -81,6 +96,8 @@ class Loaders:
         if owned is None:
             named = [component for name in giver.names for component in known.by_file.get(name, ())]
             owned = [component for component in named if not is_claimed(component, place, givers)]
+        else:
+            owned = [component for component in owned if self.digest_of(component) == giver.digest] or owned
         return list(dict.fromkeys(component.id for component in owned))
 
 

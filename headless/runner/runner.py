@@ -250,7 +250,7 @@ class Run:
             }
             hidden = HiddenHolder(unique_id=node.id, prompt=self.workflow.prompt, extra_pnginfo=self.extra_pnginfo)
             digest = self.runner.forecast.prompts[self.run_id].digests.get(node.id, "")
-            self.runner.loaders.note_computed(digest, node.id, self.name)
+            self.runner.loaders.note_computed(digest, node.id, self.name, manager.known_components())
             manager.begin_node(node.id, node.title, workflow_id=self.name)
             try:
                 with showing_loadings(partial(self.loading, node.id), manager):

@@ -56,6 +56,31 @@ def test_two_loaders_of_one_file_show_their_own_and_no_other_workflows() -> None
     assert shown(graph, *own[2:]) == {}
 
 
+def test_of_results_that_are_kept_a_loader_shows_the_models_of_the_one_that_it_gives_now() -> None:
+    """It showed those of all its inputs so far together, as long as the host kept their results."""
+    loaders = Loaders()
+    graphs = [{"1": {**OURS, "inputs": {**OURS["inputs"], "profile": profile}}} for profile in "123"]
+    prompts = [PromptGraph(graph, workflow_id="w") for graph in graphs]
+    parts: list[KnownComponent] = []
+
+    def shown_after(prompt: PromptGraph, *computed: KnownComponent) -> list[str]:
+        loaders.read(prompt)
+        if computed:
+            loaders.note_computed(prompt.digests["1"], "1", "w", parts)
+            parts.extend(computed)
+        [row] = loaders.rows(parts)
+        return row["components"]
+
+    assert shown_after(prompts[0], part("flux/t", "1", "w"), part("flux/v", "1", "w")) == ["flux/t", "flux/v"]
+    assert shown_after(prompts[1], part("flux#2/t", "1", "w")) == ["flux#2/t"]
+    assert shown_after(prompts[0]) == ["flux/t", "flux/v"]  # a kept result
+    assert shown_after(prompts[1]) == ["flux#2/t"]
+    # What is dropped gives its id to what comes next.
+    del parts[2]
+    assert shown_after(prompts[2], part("flux#2/t", "1", "w")) == ["flux#2/t"]
+    assert shown_after(prompts[0]) == ["flux/t", "flux/v"]
+
+
 def test_a_loader_that_is_gone_is_forgotten() -> None:
     loaders = Loaders()
     loaders.read(PromptGraph({"1": OURS}, workflow_id="w"))
