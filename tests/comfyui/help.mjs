@@ -1,7 +1,7 @@
 // Opens the help page of every node of ours in the panel that ComfyUI shows it in; test_help.py starts it.
 // usage: help.mjs ADDRESS CHROMIUM SCREENSHOTS NODE...
 import assert from "node:assert/strict";
-import { openPage } from "../web/open_page.mjs";
+import { answered, openPage, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, ...types] = process.argv.slice(2);
 const { browser, page, errors, shoot, eventually } = await openPage(base, executablePath, screenshots);
@@ -57,5 +57,6 @@ for (const type of types) {
   if (wide.length > 0) tooWide[type] = wide;
 }
 assert.deepEqual(tooWide, {}, "wider than the panel");
-assert.deepEqual(errors, [], "errors in the page");
+// The page looks for a help page in its language first.
+assert.deepEqual(without(errors, answered(404, "docs/\\w+/en\\.md")), [], "errors in the page");
 await browser.close();

@@ -3,7 +3,7 @@
 // usage: languages.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has a loader and a sampler)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { expectDetail, onCanvas, openPage } from "../web/open_page.mjs";
+import { answered, expectDetail, onCanvas, openPage, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
@@ -115,5 +115,5 @@ await eventually("page is ready again", isReady, Boolean);
 await eventually("the workflow is open again", onCanvas, (badges) => LOADER in badges && /^RAM /.test(badges[LOADER]));
 await page.waitForTimeout(1000); // it is drawn where it will stay
 await expectDetail(page, LOADER, /nicht wirksam: wird beim Rechnen geladen/, "Speicher dieses Nodes");
-assert.deepEqual(errors, [], "errors in the page");
+assert.deepEqual(without(errors, answered(400, "highwater/default-profile")), [], "errors in the page");
 await browser.close();

@@ -22,13 +22,18 @@ def test_badges_change_in_both_renderers(
     in_page: PageScript,
     tmp_path: Path,
 ) -> None:
-    """About 45 s. The last things that it does are to fail, to see that told."""
+    """About 60 s. The last things that it does are to fail, to see that told."""
     graph = Graph()
     graph.keep(sample_flux(graph, Loaders().diffusion_model(graph)))
-    workflow = tmp_path / "workflow.json"
-    workflow.write_text(json.dumps(graph.nodes))
+    waiting = Graph()
+    model = Loaders().diffusion_model(waiting)
+    trouble = {"kind": "wait for interrupt", "module": "diffusion_model.single_blocks.1.linear2", "call": 1}
+    waiting.keep(sample_flux(waiting, waiting.add("TestTrouble", model=model, **trouble)))
+    files = [tmp_path / "workflow.json", tmp_path / "waiting.json"]
+    for path, prompt in zip(files, (graph, waiting), strict=True):
+        path.write_text(json.dumps(prompt.nodes))
     # A host of its own: its report must not know earlier runs.
     with HostProcess(
         host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES], arguments=frontend_arguments
     ) as host:
-        in_page.run("page.mjs", host, [workflow])
+        in_page.run("page.mjs", host, [*files])

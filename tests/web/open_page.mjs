@@ -2,13 +2,45 @@
 import assert from "node:assert/strict";
 import { chromium } from "playwright-core";
 
-// The page asks for files of the user that need not be there, and for other servers; 1.48 complains about its own start.
-const ITS_OWN = /^Failed to load resource|graph accessed before initialization|huggingface\.co/;
+// What the page says by itself, collected in ComfyUI without this pack, with 1.48.7 and 1.58.1, in both renderers: it asks
+// for files of the user that need not be there, and uses what it calls deprecated. The second pattern is of the address.
+const ITS_OWN = [
+  [/^Failed to load resource: .* 404 /, /^\/(api\/)?(userdata[/?]|user\.css)/],
+  [/^ComfyApp graph accessed before initialization$/, /^\/assets\//],
+  [/^\[ComfyUI\] The legacy queue\/history menu is deprecated\./, /^\/assets\//],
+  [/^\[MaskEditor\] ComfyApp\.open_maskeditor is deprecated\./, /^\/assets\//],
+  [/^WARNING: Invalid layout total size: /, /^\/assets\//],
+  [/^input\.link is deprecated\./, /^\/assets\//],
+  [/^The trigger event was undefined when addNode was called\.$/, /^\/assets\//],
+  [/^(Connecting to '|Fetch API cannot load )https:\/\/huggingface\.co\//, /^\/assets\//], // where ComfyUI itself forbids it
+  [/^Locale "\w+" not shipped; using "en"$/, /^\/assets\//],
+];
+// Never its own: lines of our scripts, and about our addresses.
+const OURS = /\/highwater\/|^highwater\b/;
+
+/** Whether the page says a line without this pack, too. The address is without the page's own origin. */
+const isItsOwn = (text, address) => {
+  if (OURS.test(text) || OURS.test(address)) return false;
+  const isRefused = /^Failed to load resource: net::ERR_FAILED/.test(text) && /^https:/.test(address); // it asked others, see below
+  return isRefused || ITS_OWN.some(([said, from]) => said.test(text) && from.test(address));
+};
+
 // Ends what hangs: on a busy machine a page takes minutes.
 export const PATIENCE_MS = 300_000;
 const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
-/** Open a browser at no address yet. `errors` grows with what the page complains about, `foreign` with whom it asked. */
+/** The lines that none of the patterns matches: what a script provokes, it names. @param {string[]} lines */
+export const without = (lines, ...provoked) => lines.filter((line) => !provoked.some((pattern) => pattern.test(line)));
+/** What the page says of an answer with a status, by the end of the address. */
+export const answered = (status, path) => new RegExp(`^Failed to load resource: .* ${status} .*\\(\\S*/${path}\\)$`);
+// What it says of messages that only the tests' nodes send, and of a refused prompt.
+export const OF_THE_TEST_PACK = /Unknown message type highwater_test\./;
+export const REFUSED = [/^PromptExecutionError/, answered(400, "prompt")];
+
+/**
+ * Open a browser at no address yet. `errors` grows with the errors and warnings of the page that are not its own, each with
+ * the address that it is about; `foreign` with whom it asked.
+ */
 export async function openPage(base, executablePath, screenshots, deviceScaleFactor = 1) {
   const started = Date.now();
   const browser = await chromium.launch({
@@ -22,7 +54,8 @@ export async function openPage(base, executablePath, screenshots, deviceScaleFac
   const errors = [];
   page.on("pageerror", (error) => errors.push(String(error)));
   page.on("console", (message) => {
-    if (message.type() === "error" && !ITS_OWN.test(message.text())) errors.push(message.text());
+    const address = message.location().url.replace(base, "");
+    if (["error", "warning"].includes(message.type()) && !isItsOwn(message.text(), address)) errors.push(`${message.text()} (${address})`);
   });
   const foreign = new Set();
   await page.route(

@@ -15,10 +15,16 @@ LOG = "server.log"
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """Yield the address of a server that keeps its images, its pipelines and its log in a folder."""
+def serving(folder: Path, python_path: Path | None = None) -> Iterator[str]:
+    """Yield the address of a server that keeps its images, its pipelines and its log in a folder.
+
+    Args:
+        python_path: a folder of packages that it takes before the installed ones.
+    """
     command = [sys.executable, "-m", "highwater", "serve", "--port", "0", "--out", str(folder / "output")]
     environment = {**os.environ, "XDG_DATA_HOME": str(folder / "data")}
+    if python_path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(python_path), os.environ.get("PYTHONPATH"))))
     with (
         (folder / LOG).open("w") as log,
         subprocess.Popen(
