@@ -128,6 +128,7 @@ class WeightPlaces:
     def own(self, parts: Iterable[nn.Module]) -> None:
         """Update our weights, from now on, at all places of these modules that hold one of them, and nowhere else."""
         known = self.find_known()
+        ours = {id(tensor) for group in self.groups for _, tensor in group.own_tensors()}
         slots = {id(slot): (group, index) for group in self.groups for index, slot in enumerate(group.slots)}
         homes = {owner: (group, index) for group, index in slots.values() for owner in group.slots[index].owners}
         lent = {loan.owner for loan in self.swaps.loans}
@@ -145,6 +146,8 @@ class WeightPlaces:
                     group, index = found
                     if group.slots[index].is_buffer != is_buffer:
                         continue
+                    if home is not None and is_given_anew(group.slots[index], ours):
+                        continue  # its own place has another value: here it is a value like any other
                     if home is not None:  # other code put one of our weights in place of another
                         home[0].placed.disown(home[1], (part, name))
                     group.placed.own(index, (part, name))
@@ -200,3 +203,9 @@ class WeightPlaces:
                         continue
                     slot.set_owners(place for place in slot.owners if place[0] not in lost)
         return gone
+
+
+def is_given_anew(slot: ParameterSlot, ours: Collection[int]) -> bool:
+    """Whether other code put a tensor of its own in a weight's place; ``ours`` are the ids of what groups gave."""
+    held = [slot.tensors_of(module).get(name) for module, name in slot.owners]
+    return bool(ours) and any(tensor is not None and id(tensor) not in ours for tensor in held)

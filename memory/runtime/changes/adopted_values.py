@@ -120,7 +120,7 @@ def separate_shared(detector: MoveDetector, slabs: Collection[int]) -> None:
     group = detector.group
     if not detector.is_at_rest or group.at_rest.store is None:
         return
-    for number, _ in detector.plain:
+    for number, _ in (*detector.plain, *detector.buffers):
         held = group.placed.tensors[number]
         own = apart(group, number, held, slabs)
         if own is not held:
@@ -154,8 +154,9 @@ def adopt_data(group: WeightGroup) -> None:
     """Write what was assigned to the ``.data`` of weights to the weights at rest, if dtype and shape are the same."""
     given: dict[int, torch.Tensor] = {}
     for index, (slot, leaves) in enumerate(zip(group.slots, resting_leaves(group), strict=True)):
-        held = slot.held
-        is_plain = slot.form is AS_STORED and not slot.is_buffer and not leaves[0].is_meta
+        # A forward may put another object in a buffer's place, which says nothing of ours.
+        held = group.placed.tensors[index] if slot.is_plain_buffer else slot.held
+        is_plain = slot.form is AS_STORED and not leaves[0].is_meta
         if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
             with torch.no_grad():
                 here = held.detach().to(leaves[0].device)

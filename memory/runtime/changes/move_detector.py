@@ -46,6 +46,12 @@ class MoveDetector:
             if not slot.is_buffer and not slot.is_quantized and slot.owners and slot.held.numel()
         ]
         """The plain parameters: their index among the slots, and the index of their first leaf."""
+        self.buffers = [
+            (number, group.layout.first_leaf(number))
+            for number, slot in enumerate(group.slots)
+            if slot.is_plain_buffer and slot.owners and slot.held.numel()
+        ]
+        """The same for plain buffers."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -71,9 +77,9 @@ class MoveDetector:
         return is_moved or self.is_replaced() or next(self.find_exchanged(), None) is not None
 
     def is_replaced(self) -> bool:
-        """Whether any plain parameter of the group lies at another address. For a group at rest."""
+        """Whether what the group gave for a plain parameter or buffer lies at another address. For a group at rest."""
         group = self.group
-        own = [group.placed.tensors[number] for number, _ in self.plain]
+        own = [group.placed.tensors[number] for number, _ in (*self.plain, *self.buffers)]
         with plainly():
             return [*map(ADDRESS, own), *map(STRIDE, own)] != self.expected()
 
@@ -98,17 +104,17 @@ class MoveDetector:
                 yield number
 
     def expected(self) -> list[Any]:
-        """Return the addresses that the plain parameters should have (0 for encoded ones), then their strides."""
-        group, slab = self.group, self.group.resting_slab
+        """Return the addresses that plain parameters and buffers should have (0 for encoded), then their strides."""
+        group, slab, every = self.group, self.group.resting_slab, (*self.plain, *self.buffers)
         if slab is not None:
             begin, offsets = slab.data_ptr(), group.layout.at_rest.offsets
             places = [
-                0 if group.at_rest.shows(group.slots[number]) else begin + offsets[leaf] for number, leaf in self.plain
+                0 if group.at_rest.shows(group.slots[number]) else begin + offsets[leaf] for number, leaf in every
             ]
         else:
             assert isinstance(group.at_rest.store, FileStore)
-            places = [group.at_rest.store.address_of(leaf) for _, leaf in self.plain]
-        return [*places, *(group.at_rest.held_form(number).strides for number, _ in self.plain)]
+            places = [group.at_rest.store.address_of(leaf) for _, leaf in every]
+        return [*places, *(group.at_rest.held_form(number).strides for number, _ in every)]
 
     def changed_dtype(self) -> torch.dtype | None:
         """Return the dtype to which a weight was converted; else None."""

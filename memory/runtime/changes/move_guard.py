@@ -206,9 +206,8 @@ class MoveGuard:
         for _, index, (module, name), held in foreign:
             slot = group.slots[index]
             places = slot.tensors_of(module)
-            if slot.is_buffer:  # the next `WeightGroup.put` saves buffers that a forward made
-                if held is not None and not held.is_meta and held.device.type == "cpu":
-                    self.take_buffer(group, index, (module, name), held)
+            if slot.is_buffer:
+                self.take_buffer(group, index, (module, name), held)
                 continue
             found = True
             if name not in places:
@@ -220,17 +219,19 @@ class MoveGuard:
             places[name] = group.placed.tensors[index]
         return found
 
-    def take_buffer(self, group: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
-        """Copy a buffer that was assigned in host memory into the group's buffer; move one of another form there."""
+    def take_buffer(
+        self, group: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor | None
+    ) -> None:
+        """Copy a buffer that was assigned into the group's buffer; one of another form is the module's own."""
         placed, places = group.placed.tensors[index], group.slots[index].tensors_of(place[0])
-        if placed.device.type in ("cpu", "meta"):
+        if held is None or held.is_meta or placed.is_meta:
             return
-        self.wait()
         if (held.shape, held.dtype) == (placed.shape, placed.dtype):
+            self.wait()
             with torch.inference_mode(placed.is_inference()), torch.no_grad():
                 placed.copy_(held)
             places[place[1]] = placed
-        else:
+        elif held.device.type == "cpu" and placed.device.type != "cpu":
             places[place[1]] = held.to(placed.device)
 
     def tell_undone(self) -> None:
@@ -307,7 +308,7 @@ def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
     counts = zip(group.slots, group.at_rest.tensors, group.layout.num_leaves, strict=True)
     for index, (slot, store, count) in enumerate(counts):
         own = list(itertools.islice(leaves, count))
-        if slot.is_plain_buffer:
+        if slot.is_plain_buffer and store.data_ptr() == own[0].data_ptr():
             resting.append(store)
         elif group.at_rest.shows(slot):
             resting.append(group.at_rest.show(index, own))
