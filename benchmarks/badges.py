@@ -25,9 +25,8 @@ from .case import Result
 
 # As web/server.js has them.
 ASK_S, ASK_IN_NODE_S = 0.2, 1.0
-# What the page asks for while the panel is closed: badges need the first three, the top bar the last. Compared with
-# what a page really asks in tests/web/test_browser.py.
-NOW = "components,loaders,open_nodes,devices"
+# What the page asks for while the panel is closed. Compared with what a page really asks in tests/web/test_browser.py.
+NOW = "components,loaders,open_nodes"
 NUM_RUNS = 5
 NUM_CALLS = 200
 IDLE_S = 3.0

@@ -31,6 +31,7 @@ export const live = makeLiveReport(fetchReport, (error) => {
 });
 // A loader's own report does not know what is loaded: ComfyUI loads a model when another node needs it.
 const askSoon = makeSoon(() => void live.ask(), ASK_MS);
+const askWithDevices = makeSoon(() => void live.ask({ more: ["devices"] }), ASK_MS);
 const askInNode = makeSoon(() => void live.ask(), ASK_IN_NODE_MS);
 
 /** Ask for the report whenever the server tells of something; never while it is silent. */
@@ -96,7 +97,7 @@ export async function change(summary, path, body, tell) {
     notify({ severity: "error", summary, detail: reasonOf(error) });
     return false;
   } finally {
-    askSoon();
+    askWithDevices();
   }
 }
 

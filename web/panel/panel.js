@@ -144,8 +144,17 @@ function store() {
   return app.extensionManager[STORE];
 }
 
-live.read(() => ["devices"], ({ devices = [] }) => {
+/** Whether something was moved since the server told how full devices are. */
+let isDoubtful = true;
+
+/** @param {import("./bars.js").Device[]} devices */
+function showNearlyFull(devices) {
+  isDoubtful = false;
   store().nearlyFull = closeToMark(devices).map(({ name }) => (name === "cpu" ? text("panel.ram") : name)).join(", ");
+}
+
+live.read(() => (isDoubtful ? ["devices"] : []), ({ devices }) => {
+  if (devices) showNearlyFull(devices);
 });
 
 app.registerExtension({
@@ -160,6 +169,11 @@ app.registerExtension({
 
   setup() {
     api.addEventListener("status", () => void (queueChanges += 1));
+    // At the end of a node the server tells of devices unasked: a question for them costs it as much as all badges.
+    api.addEventListener("highwater.memory", ({ detail }) => {
+      if (detail.devices) showNearlyFull(detail.devices);
+      else isDoubtful = true;
+    });
     app.extensionManager.registerSidebarTab({
       id: TAB,
       icon: "pi pi-microchip",
