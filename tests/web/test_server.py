@@ -120,7 +120,7 @@ def test_system_stats_are_the_managers_numbers(with_server):
 def test_the_report_can_be_asked_for_in_parts(with_server):
     async def body(server):
         report = await server.get("/highwater/report?only=nodes,components")
-        assert set(report) == {"version", "now_s", "nodes", "components"}
+        assert set(report) == {"version", "now_s", "server_id", "nodes", "components"}
         refusal = await server.get("/highwater/report?only=node", status=400)
         assert refusal["error"].startswith("only='node' is no part of the report; did you mean 'nodes'?")
 
