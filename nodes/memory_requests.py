@@ -31,12 +31,12 @@ def lend(manager: MemoryManager, body: Body) -> dict[str, Any]:
 
     num_bytes = parse_bytes(body["size"], what="size")
     seconds = parse_seconds(body["for"], what="for", most_s=LONGEST_LOAN_S)
-    return manager.commands.lend(num_bytes, seconds, find_device(manager, body)).to_json()
+    return manager.commands.lend(num_bytes, seconds, find_device(manager, body, lends=True)).to_json()
 
 
 def give_back(manager: MemoryManager, body: Body) -> dict[str, Any]:
     """End the loan of a ``device``. Raises as `UserCommands.take_back`."""
-    loan = manager.commands.take_back(find_device(manager, body))
+    loan = manager.commands.take_back(find_device(manager, body, lends=True))
     return {"device": loan.device, "lent_bytes": loan.num_bytes}
 
 
@@ -126,14 +126,17 @@ def find_component(manager: MemoryManager, id: str) -> Member | SteeredComponent
         raise NotThere(str(error)) from None
 
 
-def find_device(manager: MemoryManager, body: Body) -> str | None:
-    """Return the device of a request, None where it names none. Raises `NotThere`."""
+def find_device(manager: MemoryManager, body: Body, *, lends: bool = False) -> str | None:
+    """Return the device of a request, of those that lend memory or of all; None where it names none.
+
+    Raises `NotThere`.
+    """
     from ..memory.options.placement import parse_device
 
     named = body.get("device")
     if named is None:
         return None
     try:
-        return parse_device(named, list(manager.devices))
+        return parse_device(named, [name for name, device in manager.devices.items() if not (lends and device.is_cpu)])
     except InvalidInput as error:
         raise NotThere(str(error)) from None

@@ -311,8 +311,10 @@ def parse_device(named: object, allowed: Sequence[str], *, what: str = "") -> st
 
 
 def no_device(named: str, allowed: Sequence[str]) -> str:
-    """Return what is said of a device that this machine lacks."""
-    return f"this machine has no device {named!r}; {allowed_values(canonical_device(named.strip()), allowed)}"
+    """Return what is said of a device that this machine lacks, or that is the CPU where only others are allowed."""
+    name = canonical_device(named.strip())
+    told = f"{named!r} is not allowed here" if name == "cpu" else f"this machine has no device {named!r}"
+    return f"{told}; {allowed_values(name, allowed)}"
 
 
 def names_device(word: str) -> bool:

@@ -56,6 +56,8 @@ SETTINGS = ("pinned", "prefetch", "quantize", "disk", "reserve", "compile")
 NUMBER = re.compile(r"\d+(?=\s*(,|$))", re.ASCII)
 # A profile's number with what no size has behind it.
 WRONGLY_SEPARATED = re.compile(r"[1-5]\s*(?=[;:+&|/])", re.ASCII)
+# A profile and a budget, or an amount with a decimal comma.
+AMBIGUOUS = re.compile(r"([1-5]),(\d[\d.]*\s*(?:[A-Za-z]+|%))", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +195,8 @@ class OffloadProfile:
             items.append(f"reserve{target}={item.size.removeprefix('-')}")
         if self.compile != base.compile:
             items.append(f"compile={'on' if self.compile else 'off'}")
+        if self.name != AUTO and items and items[0][0].isdecimal():
+            items[0] = f" {items[0]}"
         return ",".join(items if items and self.name == AUTO else [self.name, *items])
 
 
@@ -294,6 +298,11 @@ def parse_base(scanner: Scanner) -> str | None:
     begin = scanner.position
     if begin == len(scanner.text):
         scanner.fail(f"it is empty; {ALLOWED}")
+    ambiguous = scanner.match(AMBIGUOUS)
+    if ambiguous:
+        number, amount = ambiguous.groups()
+        either = f"{number}.{amount}, or '{number}, {amount}' for profile {number} with a budget of {amount}"
+        scanner.fail(f"{ambiguous[0]!r} can be read in two ways; write {either}", at=begin)
     numbered = scanner.match(WRONGLY_SEPARATED)
     if numbered:
         found = scanner.text[scanner.position]

@@ -17,6 +17,7 @@ import torch
 from aiohttp import web
 
 from highwater.headless.cli import main
+from highwater.headless.comfy_stub import comfy_api
 from highwater.headless.commands import running_host
 from highwater.memory import manage
 from highwater.memory.manager import default
@@ -24,6 +25,8 @@ from highwater.nodes.json_schema import find_fault
 from highwater.nodes.report_answers import make_report, select_events
 from highwater.nodes.route_schemas import answer_schemas
 from highwater.nodes.routes import make_routes
+
+comfy_api.install()  # a default profile is read as a node's is
 
 MIB = 1 << 20
 X = torch.ones(1, 64)
@@ -249,7 +252,6 @@ def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) ->
         ("lend", {"size": "1MiB", "for": "1"}, "for"),
         ("lend", {"size": "9GiB", "for": "60s"}, "lend 9.00GiB"),
         ("lend", {"size": "0", "for": "60s"}, "0"),
-        ("lend", {"size": "1MiB", "for": "60s", "device": "cpu"}, "cpu"),
         ("lend", {"size": "1MiB", "for": None}, "for None"),
         ("watermark", {}, "marks is missing"),
         ("watermark", {"marks": "1GiB"}, "1GiB"),
@@ -287,7 +289,9 @@ def test_bad_input_is_one_line_that_names_it(server: Server, post: Callable, pat
         ("release", {"component": ""}, "''"),
         ("release", {"component": "part/model", "device": "gpu:9"}, "'gpu:9'"),
         ("release", {"device": "gpu:9"}, "'gpu:9'"),
-        ("lend", {"size": "1MiB", "for": "60s", "device": "gpu:1"}, "'gpu:1'"),
+        ("lend", {"size": "1MiB", "for": "60s", "device": "gpu:1"}, "'gpu:1'; did you mean 'gpu:0'? allowed: gpu:0"),
+        ("lend", {"size": "1MiB", "for": "60s", "device": "cpu"}, "'cpu' is not allowed here; allowed: gpu:0"),
+        ("lend/give-back", {"device": "*"}, "'*'; allowed: gpu:0"),
         ("lend/give-back", {"device": "x"}, "'x'"),
         ("keep", {"component": "../../etc/passwd"}, "part/model"),
         ("release", {"device": "x" * 9_000}, "gpu:0"),

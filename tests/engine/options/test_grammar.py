@@ -180,7 +180,7 @@ def test_the_most_specific_item_wins() -> None:
         ("LOWRAM_lowvram", 1200 * MIB),
         ("verylow", 400 * MIB),
         ("1", None),
-        ("4,6GiB", 6 * GIB),
+        ("4, 6GiB", 6 * GIB),
         ("4,vae=6GiB", 1200 * MIB),
         ("4, gpu:0=5GiB", 5 * GIB),
         ("4,diffusion=unlimited", 10 * GIB),

@@ -494,7 +494,7 @@ def test_a_printed_profile_parses_back_to_the_same(
     ("number", "budgets", "text"),
     [
         (4, {"vae": 1024}, "4,vae=1GiB,unlimited"),
-        (2, "0.5MiB", "2,0.5MiB"),
+        (2, "0.5MiB", "2, 0.5MiB"),
         (2, 0, "2,unlimited"),
         (1, {"vae": 1024}, "1,vae=1GiB"),
         (5, {"gpu:0": "50%"}, "5,gpu:0=50%,unlimited"),
@@ -510,7 +510,7 @@ def test_the_text_of_a_profile_keeps_its_other_budgets() -> None:
         assert str(profile) == text
         (brought,) = profile.budgets_for("gpu:1", "te", "text")
         assert brought.from_profile and brought.limit_bytes == 3000 * MIB
-    assert parse_profile("4,8GiB", devices=DEVICES).budgets == (BudgetItem(target="*", limit_bytes=8 * GIB),)
+    assert parse_profile("4, 8GiB", devices=DEVICES).budgets == (BudgetItem(target="*", limit_bytes=8 * GIB),)
 
 
 @given(
@@ -529,7 +529,7 @@ def test_what_is_left_out_of_a_profile_is_as_if_it_had_not_been_written(
             base or "auto",
             *(f"{target}={sizes[target]}" if target != "*" else sizes[target] for target in targets),
         ]
-        return ",".join(items) + reserve
+        return ", ".join(items) + reserve
 
     profile = parse_profile(written(sizes, reserve), devices=DEVICES)
     kept = [target for target in sizes if target not in left_out]
@@ -662,3 +662,11 @@ def test_an_amount_may_be_for_all_components_together(text: str, together: dict[
 def test_what_a_profile_brings_itself_is_for_each_component(name: str) -> None:
     profile = parse_profile(name, devices=DEVICES)
     assert profile.for_all_together(["gpu:0"]) == profile
+
+
+@pytest.mark.parametrize("text", ["4,5GiB", " 1,5 GiB", "2,50%"])
+def test_a_decimal_comma_is_not_taken_for_a_profile_and_a_budget(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"can be read in two ways; write .\.5.*, or '., 5") as error:
+        parse_profile(text, devices=DEVICES)
+    assert "\n" not in str(error.value)
+    assert parse_profile(text.replace(",", ", "), devices=DEVICES).name == text.strip()[0]
