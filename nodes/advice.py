@@ -20,7 +20,6 @@ __all__ = ["advise"]
 LEAST_SHARE = 0.05
 # Of a component that a host brings page by page so much counts as all of it.
 ALL_OF_IT = 0.98
-NO_CHANGE = say("no_change")
 PROMISES = ("the next run ", "no plan leaves more: ")
 """How the part of a failure's reason begins that says what comes of it."""
 
@@ -88,7 +87,7 @@ def on_cpu(run: LastRun) -> Iterator[Advice]:
         yield say("no_gpu", name=name), say("no_gpu_change")
         return
     room = elsewhere(run, part, part.needed_bytes)
-    change = place_elsewhere(part, room, part.needed_bytes) if room is not None else NO_CHANGE
+    change = place_elsewhere(part, room, part.needed_bytes) if room is not None else say("no_change")
     yield say("on_cpu", name=name), change
 
 
@@ -136,11 +135,11 @@ def reloads(run: LastRun) -> Iterator[Advice]:
     part = run.parts.get(first)
     room = run.rooms.get(part.device) if part is not None else None
     if part is None or room is None:
-        yield say("reloaded", **moved), NO_CHANGE
+        yield say("reloaded", **moved), say("no_change")
         return
     sharing = sharing_device(run, part, room)
     if not sharing:
-        yield say("reloaded_after", device=room.device, **moved), NO_CHANGE
+        yield say("reloaded_after", device=room.device, **moved), say("no_change")
         return
     moved |= {"other": short_name(sharing[0].id), "device": room.device}
     more = len(sharing) - 1
@@ -173,7 +172,7 @@ def paged(run: LastRun) -> Iterator[Advice]:
         return
     part = max(parts, key=lambda part: part.total_bytes - held(part))
     room, name = run.rooms[part.device], short_name(part.id)
-    change = NO_CHANGE
+    change = say("no_change")
     other = elsewhere(run, part, part.total_bytes)
     # A page for what does not fill the last one, and for what never leaves.
     enough = align_up(part.total_bytes, part.page_bytes or 1) + part.page_bytes
@@ -208,12 +207,12 @@ def unmanaged_parts(run: LastRun) -> list[Part]:
 
 def nothing(run: LastRun, streaming: list[tuple[Part, Share]]) -> Advice:
     if not run.used:
-        return say("no_model"), NO_CHANGE
+        return say("no_model"), say("no_change")
     if streaming:
-        return say("streams_beside", **in_blocks(*streaming[0]), **waited(run)), NO_CHANGE
+        return say("streams_beside", **in_blocks(*streaming[0]), **waited(run)), say("no_change")
     which = "managed" if unmanaged_parts(run) else "all"
     if run.bytes_moved:
         stays = all(part.is_in_effect for part in run.used)
         moved = say(f"{which}_after_load", amount=format_bytes(run.bytes_moved))
-        return moved, say("finds_them") if stays else NO_CHANGE
-    return say(f"{which}_resident"), NO_CHANGE
+        return moved, say("finds_them") if stays else say("no_change")
+    return say(f"{which}_resident"), say("no_change")

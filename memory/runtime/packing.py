@@ -331,6 +331,7 @@ class Packing:
         group = bundle.added
         if group is None:
             return
+        group.placed.disown_gone()
         if group.copy is not None:
             share.drop_group(group)
         unpack(group)

@@ -83,6 +83,13 @@ class PlacedTensors:
         slot = self.slots[index]
         slot.set_owners((*slot.owners, owner))
 
+    def disown_gone(self) -> None:
+        """Leave the places alone from which other code deleted weights."""
+        for slot in self.slots:
+            here = [place for place in slot.owners if slot.tensors_of(place[0]).get(place[1]) is not None]
+            if len(here) < len(slot.owners):
+                slot.set_owners(here)
+
     def disown(self, index: int, owner: tuple[nn.Module, str]) -> None:
         """Leave a place of the module alone from now on."""
         slot = self.slots[index]
