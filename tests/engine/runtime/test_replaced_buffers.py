@@ -126,3 +126,23 @@ def test_the_new_value_counts(machine: Any, change: Change, when: str, profile: 
         assert [block.gate.tolist() for block in model] == [block.gate.tolist() for block in plain]
         assert [block.linear.bias.tolist() for block in model] == [block.linear.bias.tolist() for block in plain]
         assert all(block.gate.device.type == "cpu" for block in model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_shared_tables_of_a_deleted_adapter_stay_deleted(machine: Any) -> None:
+    """RandLoRA's tables are buffers of one module that all layers have."""
+    peft = pytest.importorskip("peft")
+    choices = peft.RandLoraConfig(target_modules=["linear"], r=4, init_weights=False)
+    with machine(64) as manager, torch.no_grad():
+        with manage(blocks := build(), manager=manager):
+            blocks(X)
+            model = peft.get_peft_model(blocks, choices)
+            model(X)
+            model.add_adapter("second", choices)
+            model(X)
+            assert [name for name in model.state_dict() if name.endswith(".second")]
+            model.delete_adapter("second")
+            for _ in range(2):
+                model(X)
+                assert not [name for name in model.state_dict() if name.endswith(".second")]
+        assert not [name for name in model.state_dict() if name.endswith(".second")]
