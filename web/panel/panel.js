@@ -103,6 +103,7 @@ async function setMark(device, wanted) {
   const isSaved = app.extensionManager.setting.get(SETTING) === marks;
   const isSet = await change(text("panel.mark_of", { device }), "watermark", { marks }, (answer) => (isSaved ? marksText(answer.watermarks, answer.notes) : null));
   if (isSet && !isSaved) await app.extensionManager.setting.set(SETTING, marks);
+  await live.ask(); // from now on no older answer is shown, which would put the mark back for a moment
   return isSet;
 }
 
