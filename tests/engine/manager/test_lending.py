@@ -125,8 +125,11 @@ def test_a_device_is_lent_once_and_has_to_be_named_where_there_are_two(machine) 
     with machine(8, 8) as manager:
         with pytest.raises(InvalidInput, match="name one: gpu:0, gpu:1"):
             manager.commands.lend(MIB, 60)
-        for device in ("cpu", "gpu:5"):
-            with pytest.raises(InvalidInput, match="no device"):
+        for device, told in (
+            ("cpu", "'cpu' is not allowed here; allowed: gpu:0, gpu:1"),
+            ("gpu:5", "no device 'gpu:5'"),
+        ):
+            with pytest.raises(InvalidInput, match=told):
                 manager.commands.lend(MIB, 60, device)
         manager.commands.lend(MIB, 60, "gpu:1")
         with pytest.raises(UnsafeState, match=r"lent already, for .* more; give them back first"):
