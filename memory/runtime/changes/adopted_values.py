@@ -24,6 +24,7 @@ __all__ = [
     "adopt_swapped",
     "apart",
     "find_swapped",
+    "leave_reformed",
     "separate_shared",
     "why_not_adopted",
 ]
@@ -113,6 +114,24 @@ def resting_form(group: WeightGroup, index: int) -> str:
     if index in group.encoded:
         return f", which rests {group.encoded[index].numbers.rests},"
     return ", which rests in its file," if group.placed.tensors[index].is_meta else ""
+
+
+def leave_reformed(detector: MoveDetector) -> None:
+    """Leave buffers to the module whose ``.data`` has another dtype or shape now, as if another had been assigned."""
+    group = detector.group
+    if not detector.is_at_rest or group.at_rest.store is None:
+        return
+    for number, _ in detector.buffers:
+        slot, placed, form = group.slots[number], group.placed.tensors[number], group.at_rest.held_form(number)
+        if (placed.dtype, placed.shape) == (form.dtype, form.shape):
+            continue
+        device = group.copy.slab.device if group.copy is not None else torch.device("cpu")
+        with plainly(), torch.no_grad():
+            own = torch.Tensor.detach(placed).to(device, copy=True)
+        for place in slot.owners:
+            if slot.tensors_of(place[0]).get(place[1]) is placed:
+                slot.tensors_of(place[0])[place[1]] = own
+                group.placed.disown(number, place)
 
 
 def separate_shared(detector: MoveDetector, slabs: Collection[int]) -> None:

@@ -33,6 +33,7 @@ from .adopted_values import (
     adopt_swapped,
     apart,
     find_swapped,
+    leave_reformed,
     separate_shared,
     why_not_adopted,
 )
@@ -166,6 +167,7 @@ class MoveGuard:
             self.wait()
             slabs = self.find_slabs()
             for detector in self.detectors:
+                leave_reformed(detector)
                 separate_shared(detector, slabs)
             for detector, swapped in [(detector, find_swapped(detector)) for detector in self.detectors]:
                 self.undone = adopt_swapped(detector.group, swapped) or self.undone
@@ -233,6 +235,8 @@ class MoveGuard:
             places[place[1]] = placed
         elif held.device.type == "cpu" and placed.device.type != "cpu":
             places[place[1]] = held.to(placed.device)
+        elif held.shape != placed.shape:
+            group.placed.disown(index, place)
 
     def tell_undone(self) -> None:
         """Report a change that was undone, once; a removed weight, each time. Raises `UnsafeState` for both."""

@@ -146,3 +146,36 @@ def test_the_shared_tables_of_a_deleted_adapter_stay_deleted(machine: Any) -> No
                 model(X)
                 assert not [name for name in model.state_dict() if name.endswith(".second")]
         assert not [name for name in model.state_dict() if name.endswith(".second")]
+
+
+FORMS = {
+    "another shape": lambda gate: torch.full((1,), 7.0),
+    "another dtype": lambda gate: torch.full((WIDTH,), 7.0, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_buffer_of_another_form_is_the_modules_own(
+    machine: Any, form: str, by_data: bool, when: str, runs: bool
+) -> None:
+    """It counts, or the forward refuses it in one line; no value is lost."""
+    model, plain = build(), build()
+    with machine(8) as manager, torch.no_grad():
+        with manage(model, manager=manager) as managed:
+            WHEN[when](managed, model)
+            for each in (model, plain):
+                if by_data:
+                    each[2].gate.data = FORMS[form](each[2].gate)
+                else:
+                    each[2].gate = FORMS[form](each[2].gate)
+            if runs:
+                try:
+                    assert torch.equal(model(X).cpu(), plain(X))
+                except RuntimeError as error:
+                    assert "call reprofile() if weight 'gate'" in str(error) and "\n" not in str(error)
+        gate, expected = model[2].gate, plain[2].gate
+        assert (type(gate), gate.dtype, gate.device.type) == (torch.Tensor, expected.dtype, "cpu")
+        assert torch.equal(gate, expected)
