@@ -25,15 +25,15 @@ from .forecast.queue_forecast import MAX_PROMPTS, QueueForecast
 from .free_requests import hear_free_requests
 from .host.waiting_queue import read_queue
 from .loaders import Loaders
+from .page_messages import EVENT, page_message
 from .prompts import digests_of, name_of_run, names_our_node, title_of, workflow_id_of
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
     from .host.waiting_queue import QueuedPrompt
 
-__all__ = ["EVENT", "Boundaries", "features", "install", "loader_rows"]
+__all__ = ["Boundaries", "features", "install", "loader_rows"]
 
-EVENT = "highwater.memory"
 FEATURES = ("run_boundaries", "node_boundaries", "events", "forecast", "free")
 NO_PROVIDERS = "missing: this ComfyUI has no cache providers; update it to 0.33 or newer"
 
@@ -220,8 +220,8 @@ class Boundaries:
     @quietly("events")
     def publish(self, message: dict[str, Any]) -> None:
         """Send what the manager says to every page, with the node and the workflow in which it happened."""
-        where = {"node_id": self.shown_node, "workflow_id": self.workflow_id, "prompt_id": self.run_id}
-        self.server.send_sync(EVENT, where | message)
+        sent = page_message(message, node_id=self.shown_node, workflow_id=self.workflow_id, prompt_id=self.run_id)
+        self.server.send_sync(EVENT, sent)
 
 
 # -- in the real host

@@ -13,7 +13,7 @@ from ..memory.errors import InvalidInput, allowed_values, quoted, without_folder
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["REPORT_BYTES", "make_report", "select_events"]
+__all__ = ["REPORT_BYTES", "SERVER_ID", "make_report", "select_events"]
 
 # The parts that grow with every prompt; of each the oldest entries come first.
 LISTS = ("nodes", "runs", "events", "samples", "loaders")

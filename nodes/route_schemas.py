@@ -1,4 +1,4 @@
-"""The JSON of our addresses, in one place: what a request may say, and what is answered.
+"""The JSON of our addresses, in one place: what a request may say, what is answered, and what pages are told unasked.
 
 The server checks requests against these; the tests check answers, and the page's types are made of them
 (`scripts/write_route_types.py`).
@@ -13,7 +13,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddic
 
 from .json_schema import Schema, record
 
-__all__ = ["REQUESTS", "answer_schemas", "schema_of"]
+__all__ = ["REQUESTS", "answer_schemas", "message_schemas", "schema_of"]
 
 
 def text(description: str) -> dict[str, Any]:
@@ -123,22 +123,12 @@ LOADER = record({"node_id": NAME, "workflow_id": OPTIONAL_NAME, "components": li
 @cache
 def answer_schemas() -> dict[str, Schema]:
     """Return what each address answers, by its path. Those that only the command line reads are not here."""
-    from ..memory.manager.claims.neighbours import ProcessUse
     from ..memory.manager.departures import Departure
     from ..memory.manager.lending import LendingReport
-    from ..memory.manager.report import EVENT_KINDS, ComponentReport, DeviceReport, Event, NodeReport, RunReport, Sample
-    from ..memory.manager.watermark import WatermarkReport
+    from ..memory.manager.report import ComponentReport, NodeReport, RunReport, Sample
 
-    uses = {name: BYTES for name in ProcessUse.__slots__ if name != "request"}
-    mark = with_fields(WatermarkReport, source={"type": "string", "enum": ["set", "setting", "default"]})
-    device = with_fields(
-        DeviceReport,
-        own_watermark=mark,
-        lent={"anyOf": [LENT, {"type": "null"}]},
-        neighbours=listed(record(uses)),
-        pinned={"anyOf": [PINNED, {"type": "null"}]},
-    )
-    nodes, event = listed(schema_of(NodeReport)), with_fields(Event, kind={"type": "string", "enum": [*EVENT_KINDS]})
+    mark, device, event = mark_schema(), device_schema(), event_schema()
+    nodes = listed(schema_of(NodeReport))
     report = {
         "devices": listed(device),
         "components": listed(with_fields(ComponentReport, plan=PLAN)),
@@ -172,6 +162,49 @@ def answer_schemas() -> dict[str, Schema]:
         "/highwater/default-profile": record({"profile": NAME, "title": NAME}),
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
     }
+
+
+@cache
+def message_schemas() -> dict[str, Schema]:
+    """Return what each type of the websocket's messages says (`page_messages.EVENT`)."""
+    from ..memory.manager.report import NodeReport
+
+    where = {"prompt_id": OPTIONAL_NAME, "workflow_id": OPTIONAL_NAME}
+    told = {"node": schema_of(NodeReport)["properties"], "event": event_schema()["properties"]}
+    told["node"] = {**told["node"], "devices": listed(device_schema())}
+    return {
+        type: record(
+            {"type": {"type": "string", "enum": [type]}, "server_id": NAME, "now_s": NUMBER, **fields},
+            {name: schema for name, schema in where.items() if name not in fields},
+        )
+        for type, fields in told.items()
+    }
+
+
+def mark_schema() -> dict[str, Any]:
+    from ..memory.manager.watermark import WatermarkReport
+
+    return with_fields(WatermarkReport, source={"type": "string", "enum": ["set", "setting", "default"]})
+
+
+def device_schema() -> dict[str, Any]:
+    from ..memory.manager.claims.neighbours import ProcessUse
+    from ..memory.manager.report import DeviceReport
+
+    uses = {name: BYTES for name in ProcessUse.__slots__ if name != "request"}
+    return with_fields(
+        DeviceReport,
+        own_watermark=mark_schema(),
+        lent={"anyOf": [LENT, {"type": "null"}]},
+        neighbours=listed(record(uses)),
+        pinned={"anyOf": [PINNED, {"type": "null"}]},
+    )
+
+
+def event_schema() -> dict[str, Any]:
+    from ..memory.manager.report import EVENT_KINDS, Event
+
+    return with_fields(Event, kind={"type": "string", "enum": [*EVENT_KINDS]})
 
 
 def with_fields(of: type, **others: Schema) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Write the types of what our addresses take and answer, for the check of the page's scripts: run it after a change of
-`nodes/route_schemas.py`. A test fails where the file is not of these schemas.
+"""Write the types of the pages' requests, answers and messages, for the check of the page's scripts: run it after a
+change of `nodes/route_schemas.py`. A test fails where the file is not of these schemas.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from highwater.nodes.json_schema import Schema
-from highwater.nodes.route_schemas import REQUESTS, answer_schemas
+from highwater.nodes.route_schemas import REQUESTS, answer_schemas, message_schemas
 
 FILE = Path(__file__).resolve().parents[1] / "tests/web/types/routes.d.ts"
-HEAD = "// What our addresses take and answer. Written by scripts/write_route_types.py from nodes/route_schemas.py.\n"
+HEAD = "// Requests, answers and messages. Written by scripts/write_route_types.py from nodes/route_schemas.py.\n"
 NAMES = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean", "null": "null"}
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
 def types_text() -> str:
-    """Return the file's text: by address, without ``/highwater/``."""
-    addresses = {"Requests": REQUESTS, "Answers": answer_schemas()}
+    """Return the file's text: by address, without ``/highwater/``; messages by their type."""
+    addresses = {"Requests": REQUESTS, "Answers": answer_schemas(), "Messages": message_schemas()}
     lines = [HEAD, "declare namespace Highwater {"]
     for name, schemas in addresses.items():
         fields = {path.removeprefix("/highwater/"): schema for path, schema in schemas.items()}
         lines.append(f"  interface {name} {fields_text(fields, set(fields), '  ')}")
     lines += [
-        "  type Report = Answers['report'];".replace("'", '"'),
+        '  type Report = Answers["report"];',
+        "  type Message = Messages[keyof Messages];",
         "}",
     ]
     return "\n".join([*lines, ""])

@@ -179,7 +179,7 @@ app.registerExtension({
     live.read(() => ["components", "loaders", "open_nodes"], take);
     followServer();
     // Events are not repeated after a reload, nor after a while without the server.
-    const askForAll = () => live.ask({ more: ["nodes"], limit: 500 }); // a large workflow has more nodes than a report tells by default
+    const askForAll = () => live.ask({ more: ["nodes", "devices"], limit: 500 }); // a large workflow has more nodes than a report tells by default
     api.addEventListener("reconnected", askForAll);
     await askForAll();
   },

@@ -12,7 +12,8 @@ from typing import Any
 from aiohttp import web
 
 from ...memory.errors import InvalidInput
-from ...nodes.boundaries import EVENT, FEATURES
+from ...nodes.boundaries import FEATURES
+from ...nodes.page_messages import EVENT, page_message
 from ...nodes.routes import PROMPT_RUNS, make_routes
 from ..comfy_stub.comfy_api import object_info
 from ..comfy_stub.comfy_io import ComfyNode
@@ -68,7 +69,7 @@ class RunRoutes:
         """Run the worker as long as the application; what the manager tells goes to every page."""
         self.sockets.open()
         manager = self.runner.manager
-        unsubscribe = manager.subscribe(lambda message: self.sockets.publish(EVENT, message))
+        unsubscribe = manager.subscribe(lambda message: self.sockets.publish(EVENT, page_message(message)))
         self.queue.start()
         yield
         unsubscribe()

@@ -147,6 +147,7 @@ class EventLog:
         return end
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Call the listeners with a message."""
+        """Call the listeners with a message, and ``now_s``, when it was told."""
+        timed = {**message, "now_s": round(self.now_s, 6)}
         for listener in list(self.listeners):
-            listener(message)
+            listener(timed)

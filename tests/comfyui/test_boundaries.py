@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from highwater.nodes.json_schema import find_fault
+from highwater.nodes.route_schemas import message_schemas
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess, PromptResult
 
@@ -34,6 +36,7 @@ def told(host: HostProcess, prompt_id: str) -> list[dict[str, Any]]:
         return None not in ends and len(arrived()) == len(in_books)
 
     host.wait_until(is_over, f"the end of run {prompt_id}", timeout_s=30)
+    assert [find_fault(data, message_schemas()["node"], "message") for data in arrived()] == [None] * len(arrived())
     return arrived()
 
 

@@ -189,6 +189,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "panel/bars.js",
         "panel/component_table.js",
         "panel/components.js",
+        "panel/device_news.js",
         "panel/elements.js",
         "panel/events.js",
         "panel/marks.js",

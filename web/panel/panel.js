@@ -8,6 +8,7 @@ import { change, get, giveBack, lend, live } from "../server.js";
 import { localeOf, text } from "../texts.js";
 import { marksText } from "../watermark.js";
 import { nodeAt } from "./components.js";
+import { makeDeviceNews } from "./device_news.js";
 import { withMore } from "./events.js";
 import { closeToMark, marksOf } from "./marks.js";
 import { makePanel } from "./view.js";
@@ -145,18 +146,15 @@ function store() {
   return app.extensionManager[STORE];
 }
 
-/** Whether something was moved since the server told how full devices are. */
-let isDoubtful = true;
+const news = makeDeviceNews();
 
-/** @param {import("./bars.js").Device[]} devices */
-function showNearlyFull(devices) {
-  isDoubtful = false;
+/** @param {import("./device_news.js").Told & { devices?: import("./bars.js").Device[] }} told */
+function showNearlyFull({ devices, ...told }) {
+  if (!devices || !news.take(told)) return;
   store().nearlyFull = closeToMark(devices).map(({ name }) => (name === "cpu" ? text("panel.ram") : name)).join(", ");
 }
 
-live.read(() => (isDoubtful ? ["devices"] : []), ({ devices }) => {
-  if (devices) showNearlyFull(devices);
-});
+live.read(() => (news.isDoubtful() ? ["devices"] : []), showNearlyFull);
 
 app.registerExtension({
   name: "highwater.panel",
@@ -172,8 +170,8 @@ app.registerExtension({
     api.addEventListener("status", () => void (queueChanges += 1));
     // At the end of a node the server tells of devices unasked: a question for them costs it as much as all badges.
     api.addEventListener("highwater.memory", ({ detail }) => {
-      if (detail.devices) showNearlyFull(detail.devices);
-      else isDoubtful = true;
+      news.happened(detail);
+      showNearlyFull(detail);
     });
     app.extensionManager.registerSidebarTab({
       id: TAB,

@@ -111,6 +111,7 @@ declare module "*/scripts/app.js" {
 declare module "*/scripts/api.js" {
   export const api: {
     fetchApi(path: string, options?: RequestInit): Promise<Response>;
+    addEventListener(type: "highwater.memory", listener: (event: CustomEvent<Highwater.Message>) => void): void;
     addEventListener(type: string, listener: (event: CustomEvent<any>) => void): void;
   };
 }

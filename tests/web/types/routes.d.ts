@@ -1,4 +1,4 @@
-// What our addresses take and answer. Written by scripts/write_route_types.py from nodes/route_schemas.py.
+// Requests, answers and messages. Written by scripts/write_route_types.py from nodes/route_schemas.py.
 
 declare namespace Highwater {
   interface Requests {
@@ -279,5 +279,82 @@ declare namespace Highwater {
       pipelines: Record<string, string>;
     };
   }
+  interface Messages {
+    node: {
+      type: "node";
+      server_id: string;
+      now_s: number;
+      node_id: string;
+      title: string;
+      run_id: string;
+      workflow_id: string | null;
+      seconds: number;
+      peak_bytes: Record<string, number>;
+      weights_bytes: Record<string, number>;
+      activation_bytes: Record<string, number>;
+      bytes_moved: number;
+      tiers: Record<string, number>;
+      components: string[];
+      staging_bytes: Record<string, number>;
+      waited_s: number;
+      begin_s: number;
+      uncounted: string[];
+      devices: {
+        name: string;
+        total_bytes: number;
+        free_bytes: number;
+        watermark: Record<string, number>;
+        own_watermark: {
+          low_bytes: number;
+          high_bytes: number;
+          low_text: string;
+          high_text: string;
+          source: "set" | "setting" | "default";
+        };
+        managed_bytes: number;
+        other_bytes: number;
+        peak_bytes: number;
+        lent: {
+          num_bytes: number;
+          missing_bytes: number;
+          left_s: number;
+        } | null;
+        neighbours: {
+          pid: number;
+          low_bytes: number;
+          high_bytes: number;
+          used_bytes: number;
+          idle_bytes: number;
+          need_bytes: number;
+          lent_bytes: number;
+        }[];
+        unshared: string | null;
+        activation_bytes: number | null;
+        pinned: {
+          num_bytes: number;
+          limit_bytes: number;
+        } | null;
+      }[];
+      prompt_id?: string | null;
+    };
+    event: {
+      type: "event";
+      server_id: string;
+      now_s: number;
+      t_s: number;
+      kind: "plan" | "load" | "evict" | "release" | "keep" | "share" | "reuse" | "drop" | "watermark" | "lend" | "limits" | "recover" | "growth" | "thrashing" | "error";
+      component: string;
+      bytes: number;
+      device: string;
+      reason: string;
+      component_kind: string;
+      to: string;
+      run_id: string;
+      node_id: string | null;
+      prompt_id?: string | null;
+      workflow_id?: string | null;
+    };
+  }
   type Report = Answers["report"];
+  type Message = Messages[keyof Messages];
 }
