@@ -1,10 +1,11 @@
-"""What the page's badges cost a run: measuring its nodes, telling the page, and answering what it asks.
+"""What badges and the memory panel cost a run: measuring its nodes, telling the page, and answering what it asks.
 
 The run is the demo's: the tiny Flux in 4 steps on a simulated device, after a first one, so that nothing is loaded from
 files. The time of each part, and of the run, is CPU time of this process, the smallest of many; how often each part
 comes in a run is counted. The page asks some time after a message, once for all that came meanwhile, and once a second
 while a node reports its progress. An answer is timed with everything that aiohttp does for it, the asking client's part
-too. Nothing of that happens while nothing runs; the last row counts.
+too. Nothing of that happens while nothing runs; the last row counts. The ratio is of the badges alone: the panel is
+closed until a user opens it, and then asks as often, for more.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from .case import Result
 ASK_S, ASK_IN_NODE_S = 0.2, 1.0
 # What the page asks for while the panel is closed. Compared with what a page really asks in tests/web/test_browser.py.
 NOW = "components,loaders,open_nodes"
+# What it asks for while the panel is open and a run goes on, of what came since the last answer. Compared with what a
+# page really asks in tests/comfyui/test_panel.py.
+PANEL = "devices,components,loaders,open_nodes,runs,nodes,samples,events"
 NUM_RUNS = 5
 NUM_CALLS = 200
 IDLE_S = 3.0
@@ -95,6 +99,9 @@ def measure_in(folder: Path) -> Result:
             runs.append((seconds, len(result.executed), len(told), asks))
     messages = [message for _, message in told]
     run_s, num_nodes, num_messages, asked = min(runs)
+    answer_ms = asyncio.run(answers(runner, f"only={NOW}"))
+    # Since the run began: an answer within it has less to tell.
+    panel_ms = asyncio.run(answers(runner, f"only={PANEL}&after={manager.report({'runs'})['runs'][-1]['begin_s']}"))
 
     numbers = itertools.count()
 
@@ -106,7 +113,6 @@ def measure_in(folder: Path) -> Result:
     node_ms = smallest_ms(run_node)
     manager.end_run()
     message_ms = smallest_ms(lambda: [json.dumps(message) for message in messages]) / len(messages)
-    answer_ms = asyncio.run(answers(runner))
     told.clear()
     time.sleep(IDLE_S)
     rows: list[dict[str, str | float | int]] = [
@@ -116,6 +122,9 @@ def measure_in(folder: Path) -> Result:
     ]
     cost_ms = sum(float(row["ms"]) for row in rows)
     rows.append({"what": "all, of a run", "times in a run": 1, "ms each": 1e3 * run_s, "ms": cost_ms})
+    with_panel_ms = cost_ms + asked * (panel_ms - answer_ms)
+    rows.append({"what": "an answer, panel open", "times in a run": asked, "ms each": panel_ms, "ms": asked * panel_ms})
+    rows.append({"what": "all, panel open", "times in a run": 1, "ms each": 1e3 * run_s, "ms": with_panel_ms})
     rows.append(
         {"what": f"messages in {IDLE_S:.0f} s without a run", "times in a run": len(told), "ms each": 0.0, "ms": 0.0}
     )
@@ -127,7 +136,7 @@ def measure_in(folder: Path) -> Result:
     )
 
 
-async def answers(runner: Any) -> float:
+async def answers(runner: Any, words: str) -> float:
     """Return the smallest CPU milliseconds of an answer to what the page asks while a run goes on."""
     from aiohttp.test_utils import TestClient, TestServer
 
@@ -140,7 +149,7 @@ async def answers(runner: Any) -> float:
         async with TestClient(TestServer(app)) as client:
             for _ in range(NUM_CALLS):
                 begin = time.process_time()
-                async with client.get(f"/highwater/report?only={NOW}") as response:
+                async with client.get(f"/highwater/report?{words}") as response:
                     assert response.status == 200
                     await response.read()
                 best = min(best, time.process_time() - begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import InvalidInput, allowed_values, quoted, without_folders
@@ -13,7 +13,7 @@ from ..memory.errors import InvalidInput, allowed_values, quoted, without_folder
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["REPORT_BYTES", "SERVER_ID", "make_report", "select_events"]
+__all__ = ["REPORT_BYTES", "REPORT_WORDS", "SERVER_ID", "check_words", "make_report", "select_events"]
 
 # The parts that grow with every prompt; of each the oldest entries come first.
 LISTS = ("nodes", "runs", "events", "samples", "loaders")
@@ -25,6 +25,7 @@ SERVER_ID = uuid.uuid4().hex
 """Tells this process from the one before it at the same address: what that told of is gone."""
 ALL = "all"
 LARGEST_LIMIT = 1_000_000
+REPORT_WORDS = ("only", "limit", "after")
 EVENT_WORDS = ("run", "node", "kind", "after", "limit")
 # What the report finds its entries by, or what a user has written: stays as it is.
 NAMES = frozenset({"id", "name", "component", "components", "node_id", "workflow_id", "run_id", "title"})
@@ -36,6 +37,7 @@ def make_report(
     only: str | None = None,
     find_loaders: Callable[[], list[dict[str, Any]]] = list,
     limit: str | None = None,
+    after: str | None = None,
 ) -> dict[str, Any]:
     """Return the manager's report, empty without a manager, what of it this host keeps up to date, and who tells.
 
@@ -44,20 +46,22 @@ def make_report(
     Args:
         only: comma-separated names of the wanted parts.
         limit: how many entries of each list, or ``all``; by default as many as `REPORT_BYTES` have room for.
+        after: a time in seconds as ``now_s`` of an earlier report, for what has come since: of nodes and runs those
+            that had not ended then. The report repeats it as ``after_s``.
 
     Raises:
-        InvalidInput: a name is no part of the report, or the limit is none.
+        InvalidInput: a name is no part of the report, or the limit or the time is none.
     """
     from ..memory.manager.report import empty_report, parts_of
     from .advice import advise
 
-    most = read_limit(limit)
+    most, after_s = read_limit(limit), read_seconds(after)
     parts = None if only is None else frozenset(only.split(","))
-    report = empty_report() if manager is None else manager.report(parts)
+    report = empty_report() if manager is None else manager.report(parts, after_s=after_s)
     loaders = find_loaders() if parts is None or "loaders" in parts else []
     made: dict[str, Any] = {"host_features": dict(host_features), "loaders": loaders, "advice": []}
     if parts is None or "advice" in parts:
-        whole = report if parts is None or manager is None else manager.recent_report(NUM_ENTRIES)
+        whole = report if manager is None or (parts is None and after is None) else manager.recent_report(NUM_ENTRIES)
         made["advice"] = [text.to_json() for text in advise(whole)]
     report = parts_of(report | made, only) | {"server_id": SERVER_ID}
     lists = [name for name in LISTS if name in report]
@@ -71,7 +75,8 @@ def make_report(
             left_out[name] = len(entries) - len(report[name])
     for name in report.keys() & {"devices", "components", "host_features", "advice"}:
         report[name] = texts_without_folders(report[name])
-    return report | ({"left_out": left_out} if left_out else {})
+    said = {} if after is None else {"after_s": after_s}
+    return report | said | ({"left_out": left_out} if left_out else {})
 
 
 def select_events(manager: MemoryManager | None, words: Mapping[str, str]) -> dict[str, Any]:
@@ -86,9 +91,7 @@ def select_events(manager: MemoryManager | None, words: Mapping[str, str]) -> di
     """
     from ..memory.manager.report import EVENT_KINDS
 
-    for name in words:
-        if name not in EVENT_WORDS:
-            raise InvalidInput(f"{quoted(name)} is unknown; {allowed_values(name, EVENT_WORDS)}")
+    check_words(words, EVENT_WORDS)
     kinds = words["kind"].split(",") if "kind" in words else EVENT_KINDS
     for kind in kinds:
         if kind not in EVENT_KINDS:
@@ -106,6 +109,13 @@ def select_events(manager: MemoryManager | None, words: Mapping[str, str]) -> di
     return {"events": events, "left_out": len(found) - len(events)}
 
 
+def check_words(words: Iterable[str], known: Collection[str]) -> None:
+    """Raise `InvalidInput` where an address has a word that nothing reads."""
+    for name in words:
+        if name not in known:
+            raise InvalidInput(f"{quoted(name)} is unknown; {allowed_values(name, known)}")
+
+
 def read_limit(text: str | None) -> float | None:
     """Return how many entries are asked for; infinite for all, None where nobody said."""
     if text is None or text == ALL:
@@ -116,7 +126,7 @@ def read_limit(text: str | None) -> float | None:
 
 
 def read_seconds(text: str | None) -> float:
-    """Return the time after which events are asked for; -1, before all of them, where nobody said."""
+    """Return the time after which entries are asked for; -1, before all of them, where nobody said."""
     if text is None:
         return -1.0
     try:
@@ -124,7 +134,9 @@ def read_seconds(text: str | None) -> float:
     except ValueError:
         seconds = math.nan
     if not (0 <= seconds < math.inf):
-        raise InvalidInput(f"after={quoted(text)}; allowed: seconds, such as 12.5, as an event's t_s has them")
+        raise InvalidInput(
+            f"after={quoted(text)}; allowed: seconds, such as 12.5, as a report's now_s or an event's t_s"
+        )
     return seconds
 
 

@@ -141,6 +141,7 @@ def answer_schemas() -> dict[str, Schema]:
         "host_features": mapped({"type": ["boolean", "string"]}),
         "advice": listed(record({"text": NAME, "key": NAME, "values": mapped(NAME)})),
         "left_out": mapped(BYTES),
+        "after_s": NUMBER,
     }
     departure = with_fields(Departure)
     departure["properties"]["text"] = NAME

@@ -138,11 +138,15 @@ def make_routes(
         return asked().examine_host(host_features()) if examine is None else examine()
 
     def tell_report(words: Mapping[str, str]) -> dict[str, Any]:
-        """Return the report; ``?only=nodes,components`` leaves out the rest, ``limit=all`` nothing of it."""
-        from .report_answers import make_report
+        """Return the report; ``?only=nodes,components`` leaves out the rest, ``limit=all`` nothing of it.
 
-        only, limit = words.get("only"), words.get("limit")
-        return make_report(find_manager(), host_features(), only, find_loaders, limit)
+        ``after=12.5`` leaves out what was over by then.
+        """
+        from .report_answers import REPORT_WORDS, check_words, make_report
+
+        check_words(words, REPORT_WORDS)
+        only, limit, after = words.get("only"), words.get("limit"), words.get("after")
+        return make_report(find_manager(), host_features(), only, find_loaders, limit, after)
 
     def tell_events(words: Mapping[str, str]) -> dict[str, Any]:
         from .report_answers import select_events

@@ -53,7 +53,7 @@ export function makeSoon(call, milliseconds) {
  * @param {(error: unknown) => void} fail is told of a failure, the next one only after an answer
  */
 export function makeLiveReport(fetchReport, fail) {
-  /** @type {Set<{ parts: () => string[], show: (report: Highwater.Report) => void }>} */
+  /** @type {Set<{ parts: () => string[], show: (report: Highwater.Report) => void, after?: () => number | undefined }>} */
   const readers = new Set();
   const show = (/** @type {Highwater.Report} */ report) => [...readers].forEach((reader) => reader.show(report));
   const ask = makeAsker(fetchReport, { show, fail });
@@ -62,20 +62,23 @@ export function makeLiveReport(fetchReport, fail) {
      * Show every report from now on; returns what ends that.
      * @param {() => string[]} parts names what is needed in the next report
      * @param {(report: Highwater.Report) => void} show gets also what others need
+     * @param {() => number | undefined} [after] from when on it needs entries of lists; undefined: all. One reader at most has this
      */
-    read(parts, show) {
-      const reader = { parts, show };
+    read(parts, show, after) {
+      const reader = { parts, show, after };
       readers.add(reader);
       return () => void readers.delete(reader);
     },
     /**
-     * Ask for what the readers need, and for more; nothing where nobody needs anything.
+     * Ask for what the readers need, and for more; nothing where nobody needs anything. With a limit lists are asked for from
+     * their begin on.
      * @param {{ more?: string[], limit?: number }} [also]
      */
     async ask({ more = [], limit } = {}) {
       const parts = new Set([...[...readers].flatMap((reader) => reader.parts()), ...more]);
       if (parts.size === 0) return;
-      await ask(`only=${[...parts].join(",")}${limit === undefined ? "" : `&limit=${limit}`}`);
+      const after = limit !== undefined ? undefined : [...readers].map((reader) => reader.after?.()).find((time) => time !== undefined);
+      await ask(`only=${[...parts].join(",")}${limit === undefined ? "" : `&limit=${limit}`}${after === undefined ? "" : `&after=${after}`}`);
     },
   };
 }

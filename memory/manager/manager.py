@@ -420,14 +420,16 @@ class MemoryManager:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
         return self.reporter.devices()
 
-    def report(self, parts: Collection[str] | None = None) -> dict[str, Any]:
+    def report(self, parts: Collection[str] | None = None, *, after_s: float = -1.0) -> dict[str, Any]:
         """Return the versioned report of everything so far, JSON-able. The lock is held only while that is copied.
 
         Args:
             parts: leave all others empty; what is left out costs nothing.
+            after_s: leave out nodes and runs that had ended, and events and samples, until so many seconds after the
+                start.
         """
         with self.exclusive():
-            report = self.reporter.whole() if parts is None else self.reporter.some(parts)
+            report = self.reporter.some(after_s=after_s) if parts is None else self.reporter.some(parts, after_s)
         return report().to_json()
 
     def recent_report(self, number: int) -> dict[str, Any]:

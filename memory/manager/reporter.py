@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from ..options.marks import HOST
@@ -27,6 +27,8 @@ from .report import (
 from .watermark import Watermark
 
 __all__ = ["Reporter"]
+
+EVERYTHING = frozenset({"components", "devices", "open_nodes", "nodes", "runs", "events", "samples"})
 
 
 class Reporter:
@@ -117,26 +119,27 @@ class Reporter:
         self.event_log.tell({"type": "node", **told, "devices": [asdict(device) for device in self.devices()]})
         return told
 
-    def whole(self) -> Callable[[], Report]:
-        """Copy everything so far, and return what makes the report of it without the lock."""
-        log = self.event_log
-        report, timeline = self.copy(log.nodes, log.runs, log.events), log.timeline.copy()
-        return lambda: replace(report(), samples=timeline.samples())
+    def some(self, parts: Collection[str] = EVERYTHING, after_s: float = -1.0) -> Callable[[], Report]:
+        """Copy what there is so far, and return what makes the report of it without the lock.
 
-    def some(self, parts: Collection[str]) -> Callable[[], Report]:
-        """As `whole`, with these parts alone; all others are empty, and cost nothing."""
+        Args:
+            parts: all others are empty, and cost nothing.
+            after_s: of nodes and runs those that had not ended at this time, of events and samples those after it.
+        """
         log = self.event_log
         report = self.copy(
-            log.nodes if "nodes" in parts else (),
-            log.runs if "runs" in parts else (),
-            log.events if "events" in parts else (),
+            newer(log.nodes, lambda node: node.begin_s + node.seconds > after_s) if "nodes" in parts else (),
+            newer(log.runs, lambda run: run.end_s is None or run.end_s > after_s) if "runs" in parts else (),
+            newer(log.events, lambda event: event.t_s > after_s) if "events" in parts else (),
             parts,
         )
-        samples = log.timeline.copy().samples if "samples" in parts else list
-        return lambda: replace(report(), samples=samples())
+        if "samples" not in parts:
+            return report
+        timeline = log.timeline.copy()
+        return lambda: replace(report(), samples=timeline.samples(after_s))
 
     def recent(self, number: int) -> Callable[[], Report]:
-        """As `whole`, with only so many of the last nodes, runs and events, and without the timeline."""
+        """As `some`, with only so many of the last nodes, runs and events, and without the timeline."""
         log = self.event_log
         return self.copy(*(newest(entries, number) for entries in (log.nodes, log.runs, log.events)))
 
@@ -170,6 +173,13 @@ class Reporter:
             return Report(devices=devices, components=components, samples=[], **copied)  # type: ignore[arg-type]
 
         return report
+
+
+def newer(entries: deque[Any], is_newer: Callable[[Any], bool]) -> list[Any]:
+    """Return the last entries as far as they are newer, the oldest first; looks at one older entry only."""
+    found = list(takewhile(is_newer, reversed(entries)))
+    found.reverse()
+    return found
 
 
 def newest(entries: deque[Any], number: int) -> list[Any]:

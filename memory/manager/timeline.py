@@ -79,14 +79,16 @@ class Timeline:
         """Return the timeline up to now; takes as long as it has points."""
         return Timeline(self.max_points, self.points, self.before)
 
-    def samples(self) -> list[Sample]:
-        """Return the points in full; neighbours without a change share one dict."""
+    def samples(self, after_s: float = -1.0) -> list[Sample]:
+        """Return the points after a time in full; neighbours without a change share one dict."""
         held = {device: dict(before) for device, before in self.before.items()}
         found = []
         for point in self.points:
             if point.changes or point.device not in held:
                 held[point.device] = dict(held.get(point.device, NO_CHANGES))
                 apply(point.changes, held[point.device])
+            if point.t_s <= after_s:
+                continue
             found.append(
                 Sample(
                     t_s=point.t_s,

@@ -1,10 +1,12 @@
 // Uses the memory panel of ComfyUI's own page as a user does; test_panel.py starts it.
-// usage: panel.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json WAITING.json   (API format; the second waits for an interrupt)
+// usage: panel.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json WAITING.json PARTS
+// The workflows are in API format, the second one waits for an interrupt; PARTS of the report are those that the open panel
+// asks for while a run goes on.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
 import { answered, OF_THE_TEST_PACK, openPage, PATIENCE_MS, without } from "../web/open_page.mjs";
 
-const [base, executablePath, screenshots, workflow, waiting] = process.argv.slice(2);
+const [base, executablePath, screenshots, workflow, waiting, parts] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
 const HOSTILE = '<img src=x onerror="window.wasRun = 1">';
 const MIB = 2 ** 20;
@@ -184,6 +186,49 @@ await until("the button", () => button("Release (tiny_flux)").getAttribute("aria
 await button("Release (tiny_flux)").click();
 await told("it has left", card.locator(".hw-where"), /^[\d.]+M (pinned )?RAM$/);
 assert.equal(await button("Release (tiny_flux)").getAttribute("aria-disabled"), "true");
+
+// The timeline follows another run while it goes on: the weights that it loads and the node that is open, though neither the
+// node nor the run has ended. The page asks only for what came since, events among it.
+const questions = [];
+const noteQuestion = (request) => questions.push(new URL(request.url()));
+page.on("request", noteQuestion);
+const loads = section("Events").locator("li", { hasText: "load" }).filter({ hasText: "tiny_flux" });
+const numLoads = await loads.count();
+const { prompt_id: loading } = await (await send("/prompt", { prompt: await readJson(waiting) })).json();
+await until("it is loaded while a run goes on", async () => (await report("components")).find((part) => part.id === "tiny_flux")?.tiers["gpu:0"] ?? 0, (bytes) => bytes > 0);
+async function atTheEnd() {
+  await picture.scrollIntoViewIfNeeded();
+  const { x, y, width, height } = await picture.boundingBox();
+  await page.mouse.move(x + width - 30, y + height / 2);
+  await page.mouse.move(x + width - 5, y + height / 2);
+  return timeline.innerText();
+}
+await until("the open run", atTheEnd, (text) => /KSampler\s+gpu:0: [\d.]+M in use \(tiny_flux [\d.]+M\)/.test(text));
+await until("the event of its load", () => loads.count(), (number) => number > numLoads);
+// It waits inside of the node, for as long as nobody interrupts it. What is asked meanwhile makes its part of the picture
+// longer: the run is as old as the answer.
+await page.mouse.move(5, 5);
+const ofTheRun = async () => Number.parseFloat((await picture.locator("svg text").filter({ hasText: /^\d+\.\d s$/ }).allTextContents()).at(-1));
+const drawnSeconds = await ofTheRun();
+await until("it waits", async () => (await report("open_nodes"))[0].seconds, (seconds) => seconds > drawnSeconds + 1);
+for (const isKept of [false, true]) {
+  await button("Keep (tiny_flux)").click();
+  await until("kept", async () => (await report("components"))[0].kept, (kept) => kept === isKept);
+  await until("pressed", () => button("Keep (tiny_flux)").getAttribute("aria-pressed"), (pressed) => pressed === String(isKept));
+  await until("the button is ready", () => button("Keep (tiny_flux)").getAttribute("aria-busy"), (busy) => busy === null);
+}
+await until("the run is longer", ofTheRun, (seconds) => seconds > drawnSeconds + 0.5);
+assert.equal((await report("open_nodes")).length, 1, "it runs still");
+await shoot("panel_live");
+page.off("request", noteQuestion);
+const withLists = questions.filter((url) => url.searchParams.get("only")?.includes("samples"));
+const named = withLists.map((url) => url.searchParams.get("only").split(",").filter((name) => name !== "advice").sort().join());
+assert.deepEqual([...new Set(named)], [parts.split(",").sort().join()]);
+assert.ok(withLists.every((url) => Number(url.searchParams.get("after")) > 0), "asked for what is known");
+assert.ok(withLists.some((url) => !url.searchParams.get("only").includes("advice")), "asked only as the queue changed");
+await send("/interrupt", {});
+await until("the other run is interrupted", async () => Boolean((await (await fetch(`${base}/history/${loading}`)).json())[loading]), Boolean);
+await until("nothing runs", isIdle, Boolean);
 
 // It is moved on request: what cannot be is refused with why, and the row says that the node is not changed.
 async function move(placement) {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from highwater.benchmarks.badges import PANEL
 from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.page_script import PageScript
@@ -27,7 +28,7 @@ def test_the_panel_shows_and_changes_what_the_server_has(
     graph.keep(sample_flux(graph, Loaders().diffusion_model(graph)))
     waiting = Graph()
     model = Loaders().diffusion_model(waiting)
-    trouble = {"kind": "wait for interrupt", "module": "diffusion_model.single_blocks.1.linear2", "call": 1}
+    trouble = {"kind": "wait for interrupt", "module": "diffusion_model.single_blocks.1.linear2", "call": 2}
     model = waiting.add("TestTrouble", model=model, **trouble)
     waiting.keep(sample_flux(waiting, model))
     files = [tmp_path / "workflow.json", tmp_path / "waiting.json"]
@@ -36,4 +37,4 @@ def test_the_panel_shows_and_changes_what_the_server_has(
     with HostProcess(
         host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES], arguments=frontend_arguments
     ) as host:
-        in_page.run("panel.mjs", host, [*files])
+        in_page.run("panel.mjs", host, [*files, PANEL])

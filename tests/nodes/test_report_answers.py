@@ -54,6 +54,46 @@ def test_the_report_of_a_thousand_prompts_is_short(busy: MemoryManager) -> None:
         assert number + report.get("left_out", {}).get(name, 0) == len(whole[name])
 
 
+def test_what_has_come_since_an_earlier_report(busy: MemoryManager) -> None:
+    """Together with what was over then it is the whole report."""
+    whole = busy.report()
+    after_s = sorted(node["begin_s"] + node["seconds"] for node in whole["nodes"])[-3]
+    report = make_report(busy, {}, "nodes,runs,events,samples,devices", limit="all", after=str(after_s))
+    assert report["after_s"] == after_s
+    assert report["nodes"] == [node for node in whole["nodes"] if node["begin_s"] + node["seconds"] > after_s]
+    assert 0 < len(report["nodes"]) <= 2
+    assert report["runs"] == [run for run in whole["runs"] if run["end_s"] is None or run["end_s"] > after_s]
+    for name in ("events", "samples"):
+        assert report[name] == [entry for entry in whole[name] if entry["t_s"] > after_s]
+    assert report["devices"] and "left_out" not in report
+    busy.begin_run("open", "open")
+    try:
+        later = make_report(busy, {}, "runs,samples", after=str(report["now_s"] + 1e6))
+        assert [run["run_id"] for run in later["runs"]] == ["open"] and later["samples"] == []
+    finally:
+        busy.end_run()
+
+
+def test_what_has_come_since_is_short_too(busy: MemoryManager) -> None:
+    """Who asks for all since the start gets as little of it as who asks for no time."""
+    report = make_report(busy, {}, after="0")
+    assert 40_000 < size(report) < 100_000 and report.keys() - {"after_s"} == make_report(busy, {}).keys()
+    assert {"nodes", "events"} <= report["left_out"].keys()
+    last = make_report(busy, {}, "nodes,runs,events,samples", after=str(report["now_s"]))
+    assert [last[name] for name in LISTS] == [[], [], [], []] and size(last) < 300
+    assert make_report(None, {}, after="5")["after_s"] == 5
+
+
+@pytest.mark.parametrize("after", ["", "soon", "nan", "-1", "inf", "1e999", "1,5", "9" * 5000])
+def test_a_time_that_is_none_is_one_line(after: str) -> None:
+    for ask in (lambda: make_report(None, {}, after=after), lambda: select_events(None, {"after": after})):
+        with pytest.raises(
+            InvalidInput, match=r"^after='.*allowed: seconds, such as 12\.5, as a report's now_s"
+        ) as error:
+            ask()
+        assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("limit", ["0", "1", "37", "100000", "all"])
 def test_as_many_entries_as_asked_for(busy: MemoryManager, limit: str) -> None:
     report, whole = make_report(busy, {}, "nodes,events", limit=limit), busy.report()

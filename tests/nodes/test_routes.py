@@ -25,7 +25,9 @@ from highwater.memory import default_manager, existing_manager, manage
 from highwater.memory.manager import default
 from highwater.memory.manager.needs import Need
 from highwater.memory.manager.needs_file import NeedsFile
+from highwater.nodes.json_schema import find_fault
 from highwater.nodes.pipelines.pipeline_folders import list_pipelines
+from highwater.nodes.route_schemas import answer_schemas
 from highwater.nodes.routes import add_routes
 
 
@@ -88,6 +90,40 @@ def test_an_unknown_part_is_refused_by_name(ask: Callable[..., tuple[int, Any]],
     assert status == 400
     assert f"only={only.split(',')[-1]!r} is no part of the report" in answer["error"]
     assert "host_features" in answer["error"]
+
+
+def test_after_gives_what_came_since_and_the_time_itself(ask: Callable[..., tuple[int, Any]]) -> None:
+    manager = default_manager()
+    for number in range(2):
+        manager.begin_run(f"run-{number}", "a workflow")
+        manager.begin_node("7", "KSampler")
+        manager.end_node()
+        manager.end_run()
+    whole = ask("GET", "/highwater/report?only=runs,nodes,samples,events")[1]
+    first = whole["runs"][0]["end_s"]
+    status, report = ask("GET", f"/highwater/report?only=runs,nodes,samples,events&after={first}")
+    assert (status, report["after_s"]) == (200, first)
+    assert [[run["run_id"] for run in told["runs"]] for told in (whole, report)] == [["run-0", "run-1"], ["run-1"]]
+    assert [node["run_id"] for node in report["nodes"]] == ["run-1"]
+    assert find_fault(report, answer_schemas()["/highwater/report"], "report") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("after=soon", "after='soon'; allowed: seconds, such as 12.5, as a report's now_s or an event's t_s"),
+     ("after=", "after=''; allowed: seconds"), ("after=-1", "after='-1'; allowed: seconds"),
+     ("after=nan", "after='nan'; allowed: seconds"), ("afer=3", "'afer' is unknown; did you mean 'after'?"),
+     ("only=runs&since=3", "'since' is unknown; allowed: only, limit, after")],
+)  # fmt: skip
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_report_that_cannot_be_asked_for_is_one_line(
+    ask: Callable[..., tuple[int, Any]], words: str, told: str, is_managed: bool
+) -> None:
+    if is_managed:
+        default_manager()
+    status, answer = ask("GET", f"/highwater/report?{words}")
+    assert (status, list(answer)) == (400, ["error"])
+    assert answer["error"].startswith(told) and "\n" not in answer["error"]
 
 
 def test_nothing_is_freed_while_a_prompt_runs(ask: Callable[..., tuple[int, Any]], sim: Any) -> None:

@@ -42,6 +42,8 @@ page.off("request", noteQuestion);
 const askedFor = questions.filter((url) => url.pathname.endsWith("/highwater/report")).map((url) => url.searchParams.get("only").split(",").sort());
 assert.deepEqual([...new Set(askedFor.map((names) => names.filter((name) => name !== "devices").join()))], [parts.split(",").sort().join()]);
 assert.ok(!askedFor.at(-1).includes("devices"), "devices are asked for though nothing was moved");
+const forThePanel = questions.filter((url) => url.pathname.endsWith("/highwater/events") || url.searchParams.has("after"));
+assert.deepEqual(forThePanel.map(String), [], "asked for a panel that is closed");
 // A click on a badge tells the rest.
 async function checkDetail() {
   await expectDetail(page, LOADER, /^tiny-flux\/transformer, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n12 of 12 blocks resident, 0 streamed\npinned RAM: [\d.]+M\n/);

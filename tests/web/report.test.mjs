@@ -67,6 +67,25 @@ test("one question serves all readers, each as long as it reads", async () => {
   assert.equal(asked.length, 2);
 });
 
+test("a reader that knows the past asks for what came since, but not where a limit asks for it", async () => {
+  const asked = [];
+  const live = makeLiveReport(async (words) => (asked.push(words), {}), () => assert.fail("no failure"));
+  let after;
+  live.read(() => ["components"], () => {});
+  live.read(() => ["samples"], () => {}, () => after);
+  await live.ask();
+  after = 0;
+  await live.ask();
+  await live.ask({ more: ["devices"] });
+  await live.ask({ more: ["nodes"], limit: 5 });
+  assert.deepEqual(asked, [
+    "only=components,samples",
+    "only=components,samples&after=0",
+    "only=components,samples,devices&after=0",
+    "only=components,samples,nodes&limit=5",
+  ]);
+});
+
 test("a failed question reaches no reader, and is told", async () => {
   const told = [];
   const live = makeLiveReport(() => Promise.reject(new Error("gone")), (error) => told.push(error.message));

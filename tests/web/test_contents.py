@@ -192,6 +192,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "panel/device_news.js",
         "panel/elements.js",
         "panel/events.js",
+        "panel/history.js",
         "panel/marks.js",
         "panel/panel.js",
         "panel/style.js",

@@ -10,6 +10,7 @@ import { marksText } from "../watermark.js";
 import { nodeAt } from "./components.js";
 import { makeDeviceNews } from "./device_news.js";
 import { withMore } from "./events.js";
+import { LISTS, isRunning, isWhole, nextAfter, withAnswer } from "./history.js";
 import { closeToMark, marksOf } from "./marks.js";
 import { makePanel } from "./view.js";
 
@@ -19,8 +20,10 @@ const STORE = "highwaterPanel";
 const SETTING = "Highwater.Watermark";
 const EVENTS = "limit=500";
 
-/** The newest report; runs, nodes, samples and advice change only with runs, and are those of the last answer that had them. @type {Highwater.Report} */
+/** The newest report; runs, nodes, samples and advice change only while runs go on, and are asked for then. @type {Highwater.Report} */
 let report = { version: 0, now_s: 0, server_id: "" };
+/** From when on the next answer has to tell of runs, nodes and samples; undefined: all. @type {number | undefined} */
+let toldUntil;
 /** @type {import("./events.js").Event[]} */
 let events = [];
 /** When the server started, by this page's clock. @type {number} */
@@ -32,8 +35,9 @@ let queueChanges = 0;
 /** That number as runs and nodes were asked for last, and as those were that are shown. */
 let askedAt = -1;
 let shownAt = -1;
-/** The number of the last question for events. */
+/** The number of the last question for events, and of the last one whose answer is shown. */
 let asked = 0;
+let answered = 0;
 
 /** @param {number} seconds after the server's start */
 const clock = (seconds) => new Date(startMs + seconds * 1000).toLocaleTimeString(localeOf(navigator.languages));
@@ -51,12 +55,19 @@ function draw() {
 /** @param {Highwater.Report} now */
 function take(now) {
   const begin = Date.now() - now.now_s * 1000;
-  if (now.server_id !== report.server_id) events = []; // the server was started again
+  const isOther = now.server_id !== report.server_id; // the server was started again
+  if (isOther) [events, asked] = [[], asked + 1];
   if (Math.abs(begin - startMs) > 2000) startMs = begin; // times do not waver with each answer
-  if (now.runs) shownAt = askedAt;
-  report = { ...report, ...now };
+  const isBegun = !isOther || isWhole(now);
+  if (now.advice) shownAt = askedAt;
+  if (now.samples) toldUntil = nextAfter(now);
+  if (!isBegun) [shownAt, toldUntil] = [-1, undefined];
+  report = withAnswer(report, now);
+  // It continues the events only where those before it are there.
+  if (now.events && now.after_s !== undefined && !now.left_out?.events && answered === asked) events = withMore(events, now.events);
+  else void readEvents();
   draw();
-  void readEvents();
+  if (!isBegun) void live.ask();
 }
 
 async function readEvents() {
@@ -65,6 +76,7 @@ async function readEvents() {
   try {
     const more = await get(`events?${last === undefined ? "" : `after=${last}&`}${EVENTS}`);
     if (turn !== asked) return;
+    answered = turn;
     events = withMore(events, more.events);
     draw();
   } catch (error) {
@@ -135,9 +147,11 @@ async function follow() {
 /** @returns {string[]} */
 function parts() {
   const always = ["devices", "components", "loaders", "open_nodes"];
-  if (shownAt === queueChanges) return always;
+  // What came since is short: events come with it. From the begin on they would leave less room to the others.
+  const lists = toldUntil === undefined ? LISTS : [...LISTS, "events"];
+  if (shownAt === queueChanges) return isRunning(report) ? [...always, ...lists] : always;
   askedAt = queueChanges;
-  return [...always, "runs", "nodes", "samples", "advice"];
+  return [...always, ...lists, "advice"];
 }
 
 /** What the top bar follows: read back from the page's store, see `texts` in extension.js. @returns {{ nearlyFull: string }} */
@@ -184,8 +198,8 @@ app.registerExtension({
         const view = open?.view ?? makePanel(document, actions);
         element.replaceChildren(view.element);
         if (open) return;
-        shownAt = -1;
-        open = { view, language: text("panel.tooltip"), close: live.read(parts, take) };
+        [shownAt, toldUntil] = [-1, undefined];
+        open = { view, language: text("panel.tooltip"), close: live.read(parts, take, () => toldUntil) };
         draw();
         void follow();
       },

@@ -7,7 +7,7 @@ import { runName } from "./events.js";
 import { areaPath, makeScale, mostOf, peakPath, pointAt, pointsOf, spansOf, stepsOf, stopsOf, topOf } from "./time_scale.js";
 
 /**
- * @typedef {Pick<Highwater.Report, "devices" | "runs" | "nodes" | "samples" | "now_s">} Report
+ * @typedef {Pick<Highwater.Report, "devices" | "runs" | "nodes" | "open_nodes" | "samples" | "now_s">} Report
  * @typedef {NonNullable<Highwater.Report["devices"]>[number]} Device
  * @typedef {import("./time_scale.js").Point} Point
  * @typedef {{ device: Device, points: Point[] }} Row
@@ -35,7 +35,7 @@ const LETTER = 6;
  * @param {Report} report
  * @returns {Drawn | null}
  */
-export function drawnOf({ devices = [], runs = [], nodes = [], samples = [], now_s: now }) {
+export function drawnOf({ devices = [], runs = [], nodes = [], open_nodes: open = [], samples = [], now_s: now }) {
   const spans = spansOf(runs, now, MOST_RUNS).map((span) => ({ ...span, name: runName({ run_id: span.id, name: span.name }) }));
   if (spans.length === 0 || samples.length === 0) return null;
   // What was left out of the samples is not known: a run of which none is there would look empty.
@@ -46,7 +46,7 @@ export function drawnOf({ devices = [], runs = [], nodes = [], samples = [], now
     .filter(({ points }) => points.some(({ allocated, peak, weights }) => allocated + peak > 0 || Object.keys(weights).length > 0));
   if (rows.length === 0) return null;
   const names = [...new Set(rows.flatMap(({ points }) => points.flatMap(({ weights }) => Object.keys(weights))))];
-  return { rows, spans: known, steps: stepsOf(nodes, known), names };
+  return { rows, spans: known, steps: stepsOf([...nodes, ...open], known), names };
 }
 
 /**
@@ -128,16 +128,21 @@ export function makeTimeline(document, colourOf) {
   /** @param {number | null} seconds */
   function point(seconds) {
     cursor = seconds;
+    /** Write lines where they differ: they are read aloud. @param {string[]} lines */
+    const tell = (lines) => {
+      if (lines.join("\n") === [...told.children].map((line) => line.textContent).join("\n")) return;
+      told.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+    };
     const line = picture.querySelector(".hw-cursor");
     if (seconds === null || drawn === null || !line) {
       line?.setAttribute("visibility", "hidden");
-      told.replaceChildren(Object.assign(document.createElement("div"), { textContent: text("timeline.hint") }));
+      tell([text("timeline.hint")]);
       return;
     }
     const x = String(scale.x(seconds));
     for (const end of ["x1", "x2"]) line.setAttribute(end, x);
     line.setAttribute("visibility", "visible");
-    told.replaceChildren(...linesAt(drawn, seconds).map((each) => Object.assign(document.createElement("div"), { textContent: each })));
+    tell(linesAt(drawn, seconds));
   }
 
   picture.addEventListener("pointermove", (event) => {

@@ -204,6 +204,7 @@ declare namespace Highwater {
         values: Record<string, string>;
       }[];
       left_out?: Record<string, number>;
+      after_s?: number;
     };
     events: {
       events: {
