@@ -93,8 +93,8 @@ def measure_in(folder: Path) -> Result:
         result = runner.run(parse_workflow(own, source="demo_flux"), name="demo_flux", listener=listen)
         seconds = time.process_time() - begin
         asks = (
-            num_asks([at for at, _ in told], ASK_S) + num_asks(progress, ASK_IN_NODE_S) + 2
-        )  # the queue changed twice
+            num_asks([at for at, _ in told], ASK_S) + num_asks(progress, ASK_IN_NODE_S) + 1
+        )  # the queue is empty again
         if seed:  # the first one loads from files
             runs.append((seconds, len(result.executed), len(told), asks))
     messages = [message for _, message in told]

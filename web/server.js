@@ -37,9 +37,11 @@ const askInNode = makeSoon(() => void live.ask(), ASK_IN_NODE_MS);
 /** Ask for the report whenever the server tells of something; never while it is silent. */
 export function followServer() {
   api.addEventListener("highwater.memory", askSoon);
-  // Long nodes tell how far they are; a run that computes nothing anew tells only that the queue changed.
+  // Long nodes tell how far they are; runs that compute nothing anew tell only that the queue is empty again.
   api.addEventListener("progress", askInNode);
-  api.addEventListener("status", askSoon);
+  api.addEventListener("status", ({ detail }) => {
+    if (!(detail?.exec_info?.queue_remaining > 0)) askSoon();
+  });
 }
 
 /**

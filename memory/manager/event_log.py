@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import without_folders
 from ..units import format_bytes, format_seconds
-from .report import Event, NodeReport, RunReport
+from .report import Event, NodeReport, RunReport, fields_of
 from .timeline import Timeline
 
 __all__ = ["EventLog"]
@@ -77,7 +77,7 @@ class EventLog:
         if kind == "evict" and self.is_running:
             self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
         if kind in TOLD:
-            self.tell({"type": "event", **asdict(event)})
+            self.tell({"type": "event", **fields_of(event)})
         return event
 
     def note_eviction(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Any
 
@@ -23,6 +23,8 @@ from .report import (
     RunReport,
     component_report,
     device_report,
+    fields_of,
+    node_fields,
 )
 from .watermark import Watermark
 
@@ -115,8 +117,8 @@ class Reporter:
                 tiers.update({**other.device_bytes(), **other.host_bytes()})
         self.measures.steered_by_node()
         report = self.measures.end_node(node, dict(tiers))
-        told = asdict(report)
-        self.event_log.tell({"type": "node", **told, "devices": [asdict(device) for device in self.devices()]})
+        told = node_fields(report)
+        self.event_log.tell({"type": "node", **told, "devices": [fields_of(device) for device in self.devices()]})
         return told
 
     def some(self, parts: Collection[str] = EVERYTHING, after_s: float = -1.0) -> Callable[[], Report]:

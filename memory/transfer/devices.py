@@ -6,6 +6,7 @@ simulated devices. Users write ``gpu:N`` for every backend.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class CgroupFiles:
     """The entries of ``memory.stat`` with reclaimable bytes: the two lists of file pages."""
 
 
+LONGEST_FILE = 1 << 16
+"""No file of these is as long; the kernel makes each at one read."""
 CGROUP_V1 = CgroupFiles(
     mount="sys/fs/cgroup/memory",
     limits=("memory.limit_in_bytes",),
@@ -88,43 +91,49 @@ def read_cgroups(root: Path, *, below: int) -> Iterator[tuple[int, int]]:
     Used bytes exclude cached files, which can be dropped, as in ``MemAvailable``. Skips groups whose limit is not below
     ``below`` bytes.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return
+    lines = read_text(f"{root}/proc/self/cgroup").splitlines()  # none where this is not Linux
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
         files = CGROUP_V1 if controllers else CGROUP_V2
-        mount = root / files.mount
+        mount = f"{root}/{files.mount}"
         # Without a cgroup namespace a container reads its path on the host; its own group is then at the mount.
-        group = mount / path.lstrip("/") if ".." not in path.split("/") else mount
-        for folder in (group, *group.parents):
+        parts = path.split("/")
+        group = [part for part in parts if part] if ".." not in parts else []
+        for depth in range(len(group), -1, -1):
+            folder = "/".join([mount, *group[:depth]])
             limit = min(
-                (found for name in files.limits if (found := read_number(folder / name)) is not None), default=below
+                (found for name in files.limits if (found := read_number(f"{folder}/{name}")) is not None),
+                default=below,
             )
             if limit < below:
-                used = read_number(folder / files.used) or 0
-                yield limit, max(0, used - read_cached(folder / "memory.stat", files.caches))
-            if folder == mount:
-                break
+                used = read_number(f"{folder}/{files.used}") or 0
+                yield limit, max(0, used - read_cached(f"{folder}/memory.stat", files.caches))
 
 
-def read_number(path: Path) -> int | None:
-    """Return a cgroup file's number; None for ``max`` and for a missing file."""
+def read_text(path: str) -> str:
+    """Return a file's text, none for a missing one; read at each look at the RAM, so with few calls."""
     try:
-        text = path.read_text().strip()
+        file = os.open(path, os.O_RDONLY)
     except OSError:
-        return None
+        return ""
+    try:
+        return os.read(file, LONGEST_FILE).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
+
+
+def read_number(path: str) -> int | None:
+    """Return a cgroup file's number; None for ``max`` and for a missing file."""
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None
 
 
-def read_cached(path: Path, names: tuple[str, ...]) -> int:
-    try:
-        pairs = (line.split() for line in path.read_text().splitlines())
-    except OSError:
-        return 0
+def read_cached(path: str, names: tuple[str, ...]) -> int:
+    pairs = (line.split() for line in read_text(path).splitlines())
     return sum(int(number) for name, number in pairs if name in names)
 
 
