@@ -6,13 +6,13 @@ import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, shownIn } from "./badges.js";
 import { commands, keybindings, menuCommands } from "./commands.js";
 import { detailOf, fillDetail, makeDetail } from "./detail.js";
-import { addNotes, addTextBox, showTexts, takeServer } from "./node_boxes.js";
+import { addNotes, addTextBox, loseConnection, showTexts, takeServer } from "./node_boxes.js";
+import { makeNodeReports } from "./node_reports.js";
 import { settings } from "./page_settings.js";
 import { useLanguage } from "./page_texts.js";
 import { noticeOfEvent, noticeOfFailure } from "./readout.js";
 import { followServer, live, notify } from "./server.js";
 
-/** @typedef {import("./badges.js").NodeReport & { run_id: string }} NodeReport */
 /** @typedef {import("./badges.js").ComponentReport} ComponentReport */
 /** @typedef {import("./badges.js").Loader} Loader */
 
@@ -31,27 +31,12 @@ function texts() {
   return app.extensionManager[STORE];
 }
 
-/**
- * The newest report of every node: workflow id -> node id -> report, the oldest first. What a prompt without a
- * workflow's id did belongs to no workflow. @type {Map<string, Map<string, NodeReport>>}
- */
-const reports = new Map();
+const reports = makeNodeReports();
 /** What is loaded now, and which nodes show it, as far as the page has asked. @type {{ components: ComponentReport[], loaders: Loader[] }} */
 let now = { components: [], loaders: [] };
 
 /** What the nodes of the open workflow show, by their keys. @type {Map<string, import("./badges.js").Shown>} */
 let shown = new Map();
-
-/** @param {NodeReport} node */
-function keep(node) {
-  if (node.workflow_id === null) return;
-  const nodes = reports.get(node.workflow_id) ?? new Map();
-  const before = nodes.get(node.node_id);
-  // An answer about a node that ran may come after the event that it has ended.
-  if (before && before.run_id === node.run_id && before.seconds > node.seconds) return;
-  nodes.delete(node.node_id);
-  reports.set(node.workflow_id, nodes.set(node.node_id, node));
-}
 
 /** Show all anew, in other words or units: badges from what is known, the panel from the next report. */
 function redraw() {
@@ -65,7 +50,7 @@ let hasBadges = true;
 /** Show what is known of the nodes of the open workflow; those of others wait until it is opened. */
 function showNodes() {
   const root = app.rootGraph;
-  shown = shownIn(root, { ...now, nodes: reports.get(root.id)?.values() ?? [] });
+  shown = shownIn(root, { ...now, nodes: reports.of(root.id) });
   const store = texts();
   let isChanged = false;
   for (const key of new Set([...shown.keys(), ...Object.keys(store)])) {
@@ -119,17 +104,11 @@ function closeOnEscape(event) {
   closeDetail();
 }
 
-/**
- * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer. What a server
- * told that is gone is forgotten.
- * @param {Highwater.Report} report
- */
+/** Take a report, or parts of one. What a server told that is gone is forgotten. @param {Highwater.Report} report */
 function take(report) {
-  now = { components: report.components ?? [], loaders: report.loaders ?? [] };
+  now = { components: report.components ?? now.components, loaders: report.loaders ?? now.loaders };
   if (takeServer(report.server_id)) reports.clear();
-  const isNews = (/** @type {NodeReport} */ node) => !reports.get(node.workflow_id ?? "")?.has(node.node_id);
-  const before = (report.nodes ?? []).filter(isNews);
-  [...before, ...(report.open_nodes ?? [])].forEach(keep);
+  [...(report.nodes ?? []), ...(report.open_nodes ?? [])].forEach(reports.take);
   showNodes();
 }
 
@@ -169,7 +148,7 @@ app.registerExtension({
   async setup() {
     api.addEventListener("highwater.memory", ({ detail }) => {
       if (detail.type === "node") {
-        keep(detail);
+        reports.take(detail);
         showNodes();
       }
       notify(noticeOfEvent(detail));
@@ -180,6 +159,7 @@ app.registerExtension({
     followServer();
     // Events are not repeated after a reload, nor after a while without the server.
     const askForAll = () => live.ask({ more: ["nodes", "devices"], limit: 500 }); // a large workflow has more nodes than a report tells by default
+    api.addEventListener("reconnecting", loseConnection);
     api.addEventListener("reconnected", askForAll);
     await askForAll();
   },

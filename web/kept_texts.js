@@ -9,15 +9,30 @@
 export function makeKeptTexts(storage) {
   /** What the server that answered last calls itself; empty before its first answer. */
   let server = "";
+  /** What was told before that: it is of the server that answers, unless the connection was lost meanwhile. @type {Map<string, string>} */
+  const early = new Map();
+
+  /** @param {string} name @param {string} text */
+  const store = (name, text) => storage().setItem(name, JSON.stringify({ server, text }));
+
   return {
     /**
-     * Take what the server calls itself; returns whether another one told what is known so far.
+     * Take what the server calls itself; returns what that changes: a server is known now, or another one told what is
+     * known so far.
      * @param {string} id
+     * @returns {"same" | "first" | "another"}
      */
-    isAnother(id) {
-      const before = server;
+    take(id) {
+      if (id === server) return "same";
+      const isFirst = server === "";
       server = id;
-      return before !== "" && before !== id;
+      early.forEach((text, name) => store(name, text));
+      early.clear();
+      return isFirst ? "first" : "another";
+    },
+    /** Forget what was told before the server has called itself anything: another one may answer now. */
+    loseConnection() {
+      early.clear();
     },
     /**
      * Keep a text; an empty one is forgotten.
@@ -25,15 +40,18 @@ export function makeKeptTexts(storage) {
      * @param {string} text
      */
     keep(name, text) {
-      if (text) storage().setItem(name, JSON.stringify({ server, text }));
-      else storage().removeItem(name);
+      storage().removeItem(name);
+      early.delete(name);
+      if (!text) return;
+      if (server) store(name, text);
+      else early.set(name, text);
     },
     /** The text of a name, if the same server told it; else an empty one. @param {string} name @returns {string} */
     find(name) {
       const found = storage().getItem(name);
       if (!found || !server) return "";
       const kept = JSON.parse(found);
-      return kept.server === server || kept.server === "" ? kept.text : "";
+      return kept.server === server ? kept.text : "";
     },
   };
 }

@@ -30,16 +30,20 @@ export function showTexts() {
 }
 
 /**
- * Take what the server calls itself: what another one told is no longer true, and what it told itself is shown again.
+ * Take what the server calls itself, with each of its answers. Where that is news, what another one told is no longer true,
+ * and what it told itself is shown again; else nothing is: a text that is written again is no longer selected or scrolled.
  * @param {string} id
  * @returns {boolean} whether it is another one
  */
 export function takeServer(id) {
-  const isAnother = texts.isAnother(id);
-  if (isAnother) for (const show of boxes.values()) show("");
-  showTexts();
-  return isAnother;
+  const change = texts.take(id);
+  if (change === "another") for (const show of boxes.values()) show("");
+  if (change !== "same") showTexts();
+  return change === "another";
 }
+
+/** Note that the server may be another one when it answers next. */
+export const loseConnection = () => texts.loseConnection();
 
 /**
  * Show the text of a node at each of its runs, and again when its workflow is opened.

@@ -1,7 +1,7 @@
 // @ts-check
 // The settings of the page, and what each of them changes: in the page, or on the server.
 import { useLanguage } from "./page_texts.js";
-import { keepFree, limit, setDefaultProfile } from "./server.js";
+import { keepFree, limit, MARKS, setDefaultProfile } from "./server.js";
 import { makeListener } from "./settings.js";
 import { settingText } from "./texts.js";
 import { useUnits } from "./units.js";
@@ -29,7 +29,7 @@ export function settings({ showBadges, redraw }) {
   const display = ["Highwater", "Display"];
   return [
     {
-      ...named("Highwater.Watermark", memory),
+      ...named(MARKS, memory),
       type: "text",
       defaultValue: "",
       onChange: makeListener((/** @type {string} */ marks, isChanged) => void keepFree(marks, isChanged), TYPING_MS, ""),

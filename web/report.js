@@ -2,19 +2,24 @@
 // Asks the server for the memory manager's report. Knows nothing of the page: it imports nothing, so that node can test it.
 
 /**
- * Return a function that asks for parts of the report and hands on what came. An answer to an older question than the
- * last one shown is dropped: answers may overtake each other. A failure is told, the next one only after an answer.
- * @template Report
+ * Return a function that asks for parts of the report and hands on what came. Answers may overtake each other: of one to
+ * an older question only those parts are handed on that no answer to a newer one had, and nothing of a server that is
+ * gone. A failure is told, the next one only after an answer.
+ * @template {{ server_id: string }} Report
  * @param {(words: string) => Promise<Report>} fetchReport
- * @param {{ show: (report: Report) => void, fail: (error: unknown) => void }} page
- * @returns {(words: string) => Promise<void>} never rejects for what `fetchReport` does
+ * @param {{ show: (report: Report, turn: number) => void, fail: (error: unknown) => void }} page `show` gets the number of
+ *   the question, too
+ * @returns {(parts: string[], words: string, turn: number) => Promise<void>} each question has a larger number than the one
+ *   before; never rejects for what `fetchReport` does
  */
 export function makeAsker(fetchReport, { show, fail }) {
-  let asked = 0;
-  let shown = 0;
+  /** The newest question that was answered, and the server that did. */
+  let newest = 0;
+  let server = "";
+  /** That question for each part. @type {Map<string, number>} */
+  const shown = new Map();
   let isFailing = false;
-  return async (words) => {
-    const turn = ++asked;
+  return async (parts, words, turn) => {
     let report;
     try {
       report = await fetchReport(words);
@@ -24,9 +29,15 @@ export function makeAsker(fetchReport, { show, fail }) {
       return;
     }
     isFailing = false;
-    if (turn < shown) return;
-    shown = turn;
-    show(report);
+    if (turn > newest) {
+      newest = turn;
+      server = report.server_id;
+    } else if (report.server_id !== server) return;
+    const old = new Set(parts.filter((part) => turn < (shown.get(part) ?? 0)));
+    if (old.size === parts.length) return;
+    for (const part of parts) if (!old.has(part)) shown.set(part, turn);
+    const news = Object.entries(report).filter(([name]) => !old.has(name));
+    show(/** @type {Report} */ (Object.fromEntries(news)), turn);
   };
 }
 
@@ -53,15 +64,18 @@ export function makeSoon(call, milliseconds) {
  * @param {(error: unknown) => void} fail is told of a failure, the next one only after an answer
  */
 export function makeLiveReport(fetchReport, fail) {
-  /** @type {Set<{ parts: () => string[], show: (report: Highwater.Report) => void, after?: () => number | undefined }>} */
+  /** @type {Set<{ parts: () => string[], show: (report: Highwater.Report, turn: number) => void, after?: () => number | undefined }>} */
   const readers = new Set();
-  const show = (/** @type {Highwater.Report} */ report) => [...readers].forEach((reader) => reader.show(report));
-  const ask = makeAsker(fetchReport, { show, fail });
+  let asked = 0;
+  const ask = makeAsker(fetchReport, { show: (report, turn) => [...readers].forEach((reader) => reader.show(report, turn)), fail });
   return {
+    /** How many questions were asked so far, which is the number of the last one. */
+    asked: () => asked,
     /**
      * Show every report from now on; returns what ends that.
      * @param {() => string[]} parts names what is needed in the next report
-     * @param {(report: Highwater.Report) => void} show gets also what others need
+     * @param {(report: Highwater.Report, turn: number) => void} show gets also what others need, without what a newer
+     *   answer had already; the number is that of the question
      * @param {() => number | undefined} [after] from when on it needs entries of lists; undefined: all. One reader at most has this
      */
     read(parts, show, after) {
@@ -75,10 +89,11 @@ export function makeLiveReport(fetchReport, fail) {
      * @param {{ more?: string[], limit?: number }} [also]
      */
     async ask({ more = [], limit } = {}) {
-      const parts = new Set([...[...readers].flatMap((reader) => reader.parts()), ...more]);
-      if (parts.size === 0) return;
+      const parts = [...new Set([...[...readers].flatMap((reader) => reader.parts()), ...more])];
+      if (parts.length === 0) return;
       const after = limit !== undefined ? undefined : [...readers].map((reader) => reader.after?.()).find((time) => time !== undefined);
-      await ask(`only=${[...parts].join(",")}${limit === undefined ? "" : `&limit=${limit}`}${after === undefined ? "" : `&after=${after}`}`);
+      asked += 1;
+      await ask(parts, `only=${parts.join(",")}${limit === undefined ? "" : `&limit=${limit}`}${after === undefined ? "" : `&after=${after}`}`, asked);
     },
   };
 }

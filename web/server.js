@@ -3,8 +3,10 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { limitBody, limitsText } from "./limits.js";
+import { makeMarkSetting } from "./mark_setting.js";
 import { makeLiveReport, makeSoon } from "./report.js";
 import { text } from "./texts.js";
+import { makeTurns } from "./turns.js";
 import { inMegabytes } from "./units.js";
 import { marksText } from "./watermark.js";
 
@@ -64,8 +66,10 @@ export async function get(path) {
 
 // -- changes
 
+const inTurn = makeTurns();
+
 /**
- * Post JSON to one of our addresses; returns its answer.
+ * Post JSON to one of our addresses, after all before to the same one; returns its answer.
  * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
  * @param {Path} path
  * @param {Highwater.Requests[Path]} body
@@ -73,10 +77,12 @@ export async function get(path) {
  */
 async function post(path, body) {
   const headers = { "Content-Type": "application/json" };
-  const response = await api.fetchApi(`/highwater/${path}`, { method: "POST", headers, body: JSON.stringify(body) });
-  const answer = await response.json().catch(() => ({ error: text("notice.http", { status: response.status }) }));
-  if (!response.ok) throw new Error(answer.error);
-  return answer;
+  return inTurn(path, async () => {
+    const response = await api.fetchApi(`/highwater/${path}`, { method: "POST", headers, body: JSON.stringify(body) });
+    const answer = await response.json().catch(() => ({ error: text("notice.http", { status: response.status }) }));
+    if (!response.ok) throw new Error(answer.error);
+    return answer;
+  });
 }
 
 /**
@@ -150,19 +156,28 @@ export async function giveBack(device) {
   );
 }
 
+/** The setting of watermarks. */
+export const MARKS = "Highwater.Watermark";
+
+export const markSetting = makeMarkSetting({
+  read: () => app.extensionManager.setting.get(MARKS) ?? "",
+  write: (marks) => app.extensionManager.setting.set(MARKS, marks),
+  ask: () => live.ask(),
+});
+
 /**
  * Keep as much memory free as the setting says. What the page passes on as it opens is told only where it is refused, or
  * where this machine cannot keep a part of it: once, not at each opening.
  * @param {string} marks
  * @param {boolean} isChanged
  */
-export async function keepFree(marks, isChanged) {
+export const keepFree = (marks, isChanged) => markSetting.passOn(marks, async () => {
   await change(text("marks.title"), "watermark", { marks }, ({ watermarks, notes }) => {
     const isNew = notes.length > 0 && localStorage.getItem(TOLD) !== notes.join();
     localStorage.setItem(TOLD, notes.join());
     return isChanged || isNew ? marksText(watermarks, notes) : null;
   });
-}
+});
 
 /**
  * Give the profile that loaders have whose own is left at auto.

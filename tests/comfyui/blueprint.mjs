@@ -5,13 +5,12 @@ import { readFile } from "node:fs/promises";
 import { inPage, onCanvas, openPage } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, name, workflow] = process.argv.slice(2);
-const { browser, page, errors, shoot, eventually, setting } = await openPage(base, executablePath, screenshots);
+const { browser, page, errors, shoot, eventually, ready, setting } = await openPage(base, executablePath, screenshots);
 for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.Enabled", false], ["Comfy.Minimap.Visible", false]]) {
   await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
 }
 await page.goto(base);
-await eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
-await page.waitForTimeout(1500);
+await ready();
 const example = JSON.parse(await readFile(workflow, "utf8"));
 const outcomes = async () => Object.values(await (await fetch("/api/history")).json()).map((run) => run.status.status_str);
 const found = () => [...document.querySelectorAll("[role=option]")].map((option) => option.innerText.replace(/\s+/g, " "));
@@ -20,19 +19,19 @@ for (const [turn, isVue] of [true, false].entries()) {
   const where = isVue ? "Nodes 2.0" : "canvas";
   await setting("Comfy.VueNodes.Enabled", isVue);
   await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), example);
-  await page.waitForTimeout(1000);
   await page.evaluate(() => app.extensionManager.command.execute("Workspace.SearchBox.Toggle"));
   await page.locator("input:focus").fill("load with profile");
   await eventually(`${where}: search`, found, (texts) => texts[0]?.startsWith(name));
   await shoot(`search_${where}`);
   await page.locator("[role=option]").first().click();
   // It follows the pointer until a click.
-  const isCarried = () => app.rootGraph.nodes.some((node) => node.subgraph);
+  const isCarried = () => app.canvas.state.ghostNodeId !== null && app.rootGraph.nodes.some((node) => node.subgraph);
   await eventually(`${where}: carried`, isCarried, Boolean);
   await page.mouse.move(700, 760, { steps: 4 });
   await page.mouse.down();
   await page.mouse.up();
   const subgraphs = () => app.rootGraph.nodes.filter((node) => node.subgraph).map((node) => [node.title, node.widgets.map((widget) => widget.name)]);
+  await eventually(`${where}: put down`, isCarried, (carried) => !carried);
   await eventually(`${where}: inserted`, subgraphs, (all) => all.length === 1 && all[0][1].includes("profile"));
 
   // It takes the place of the three loaders; one profile is for all of them.
@@ -53,7 +52,6 @@ for (const [turn, isVue] of [true, false].entries()) {
   const loaders = Object.values(prompt).filter((node) => node.class_type.startsWith("HighwaterLoad"));
   assert.equal(loaders.length, 3);
   assert.ok(loaders.every((node) => node.inputs.profile === "auto,diffusion=16MiB" && node.inputs.precision === "as stored"), JSON.stringify(loaders));
-  await page.waitForTimeout(500);
   await page.evaluate(() => app.queuePrompt(0));
   await eventually(`${where}: a run`, outcomes, (all) => all.length === turn + 1);
   assert.ok((await page.evaluate(outcomes)).every((outcome) => outcome === "success"));

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { answered, openPage, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, ...types] = process.argv.slice(2);
-const { browser, page, errors, shoot, eventually } = await openPage(base, executablePath, screenshots);
+const { browser, page, errors, shoot, eventually, ready } = await openPage(base, executablePath, screenshots);
 for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.Enabled", false]]) {
   await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
 }
@@ -42,15 +42,14 @@ const shown = () => {
 // A small screen: there the panel is at its narrowest.
 await page.setViewportSize({ width: 1280, height: 720 });
 await page.goto(base);
-await eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
-await page.waitForTimeout(1000); // it opens a workflow of its own
+await ready();
 const tooWide = {};
 for (const type of types) {
   await page.evaluate(selectOnly, type);
   // The panel stays open, and follows the selection.
   if (type === types[0]) await page.getByTestId("info-button").click();
   const name = await page.evaluate((type) => LiteGraph.registered_node_types[type].title, type);
-  await eventually(type, shown, (help) => help.title === name && help.loading === 0);
+  await eventually(type, shown, (help) => help.title === name && help.loading === 0 && help.pictures.length > 0);
   await shoot(`help_${type}`);
   const { pictures, wide } = await page.evaluate(shown);
   assert.ok(pictures.length > 0 && pictures.every((width) => width > 0), `${type}: the widths of its pictures are ${pictures}`);

@@ -3,27 +3,24 @@
 // usage: languages.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has a loader and a sampler)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { answered, expectDetail, onCanvas, openPage, without } from "../web/open_page.mjs";
+import { answered, expectDetail, isIdle, onCanvas, openPage, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
 const SAMPLER = "KSampler";
 const ON_DEVICE = /^[1-9][\d.]*[KMG] gpu:0$/;
 
-const { browser, page, errors, shoot, eventually, setting } = await openPage(base, executablePath, screenshots);
-const isReady = () => Boolean(window.app?.extensionManager && window.app.rootGraph);
+const { browser, page, errors, shoot, eventually, ready, setting } = await openPage(base, executablePath, screenshots);
 const settings = { "Comfy.TutorialCompleted": true, "Comfy.VueNodes.Enabled": false, "Comfy.Minimap.Visible": false, "Comfy.Locale": "ja" };
 for (const [id, value] of Object.entries(settings)) {
   await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
 }
 await page.goto(base);
-await eventually("page is ready", isReady, Boolean);
-await page.waitForTimeout(1000); // it opens a workflow of its own
+await ready();
 await page.evaluate((graph) => app.loadApiJson(graph, "test"), JSON.parse(await readFile(workflow, "utf8")));
 await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
 await page.evaluate(() => app.queuePrompt(0));
 await eventually("badges", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]) && badges[SAMPLER] !== "");
-const isIdle = async () => (await (await fetch("/api/queue")).json()).queue_running.length === 0;
 await eventually("nothing runs", isIdle, Boolean);
 
 // The host reads names of nodes, of commands and of settings; ours are the texts of our own elements.
@@ -49,7 +46,6 @@ await setting("Comfy.Locale", "zh");
 const known = async () => (await import("/extensions/highwater/texts.js")).text("detail.title");
 await eventually("our texts in Chinese", known, (text) => text === "此节点的内存");
 await eventually("badges in the workflow that is opened again", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]));
-await page.waitForTimeout(1000); // it is drawn where it will stay
 await expectDetail(page, LOADER, /\ngpu:0: 权重 [\d.]+M\n[^]*\n已生效/, "此节点的内存");
 
 // German is no language of the page's own: the setting brings our texts, and they stay after a reload.
@@ -58,7 +54,8 @@ await eventually("our texts in German", known, (text) => text === "Speicher dies
 await expectDetail(page, LOADER, /\ngpu:0: [\d.]+M Gewichte\n[^]*\nwirksam/, "Speicher dieses Nodes");
 
 // Units and badges change at once.
-const [binary] = (await page.evaluate(onCanvas))[LOADER].split("M");
+let binary;
+await eventually("binary units", onCanvas, (badges) => ([binary] = badges[LOADER].split("M")) && ON_DEVICE.test(badges[LOADER]));
 await setting("Highwater.Units", "decimal");
 const isDecimal = (badges) => Math.abs(Number.parseFloat(badges[LOADER]) - Number(binary) * 1.048576) < 0.2;
 await eventually("decimal units", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]) && isDecimal(badges));
@@ -111,9 +108,8 @@ await shoot("panel_de");
 await page.keyboard.press("Alt+Shift+H");
 
 await page.reload();
-await eventually("page is ready again", isReady, Boolean);
+await ready("page is ready again");
 await eventually("the workflow is open again", onCanvas, (badges) => LOADER in badges && /^RAM /.test(badges[LOADER]));
-await page.waitForTimeout(1000); // it is drawn where it will stay
 await expectDetail(page, LOADER, /nicht wirksam: wird beim Rechnen geladen/, "Speicher dieses Nodes");
 assert.deepEqual(without(errors, answered(400, "highwater/default-profile")), [], "errors in the page");
 await browser.close();

@@ -3,7 +3,7 @@
 // node that is named here, the second waits for an interrupt)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { answered, expectDetail, inPage, onCanvas, OF_THE_TEST_PACK, openPage, REFUSED, SAVED, without } from "../web/open_page.mjs";
+import { answered, expectDetail, inPage, isIdle, onCanvas, OF_THE_TEST_PACK, openPage, REFUSED, SAVED, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow, waiting] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
@@ -12,7 +12,7 @@ const IN_RAM = /^RAM [1-9][\d.]*[KMG]( fp8)?$/;
 const ON_DEVICE = /^[1-9][\d.]*[KMG] gpu:0$/;
 const ADDED = /^\+[1-9][\d.]*[KMG] gpu:0$/;
 
-const { browser, page, errors, shoot, eventually, setting, widgets } = await openPage(base, executablePath, screenshots);
+const { browser, page, errors, shoot, eventually, ready, quiet, setting, widgets } = await openPage(base, executablePath, screenshots);
 const isShown = (badges) => ON_DEVICE.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]);
 const isEmpty = (badges) => LOADER in badges && Object.values(badges).every((text) => text === "");
 const notes = () => [...document.querySelectorAll(".highwater-text")].map((box) => box.textContent).join("\n");
@@ -27,8 +27,7 @@ await page.route(isReport, (route) => route.abort());
 await page.goto(base);
 await page.getByText("Memory badges may be out of date").first().waitFor();
 await page.unroute(isReport);
-await eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
-await page.waitForTimeout(1000); // it opens a workflow of its own
+await ready();
 await page.evaluate((graph) => app.loadApiJson(graph, "test"), JSON.parse(await readFile(workflow, "utf8")));
 // What comes from an API file has an id of zeros until it is saved and opened.
 await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
@@ -51,7 +50,6 @@ await run();
 await eventually("Nodes 2.0 in fp8", inPage, isShown);
 await eventually("what the loader says", notes, (text) => text.includes("this machine has no gpu:7"));
 // What leaves the device is seen at once, without a run; the next run loads it again.
-const isIdle = async () => (await (await fetch("/api/queue")).json()).queue_running.length === 0;
 await eventually("nothing runs", isIdle, Boolean);
 await page.evaluate(() => fetch("/api/highwater/free", { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" }));
 await eventually("Nodes 2.0 in RAM", inPage, (badges) => / fp8$/.test(badges[LOADER]) && IN_RAM.test(badges[LOADER]));
@@ -87,13 +85,13 @@ for (const isVue of [true, false]) {
   await says("in another tab", false);
   await command("Workspace.PreviousOpenedWorkflow");
   await says("in its tab", true);
-  assert.equal(await page.evaluate(savedHeight), height, "the room of a note was saved");
+  await eventually("the room of a note is not saved", savedHeight, (saved) => saved === height);
   await run();
   await eventually("nothing runs", isIdle, Boolean);
-  assert.equal(await page.evaluate(savedHeight), height, "the room of a note was saved after a run");
+  await eventually("nor after a run", savedHeight, (saved) => saved === height);
 }
 await page.reload();
-await eventually("page is ready after its own reload", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
+await ready("page is ready after its own reload");
 await says("after a reload", true);
 await eventually("canvas after a reload", onCanvas, (badges) => ADDED.test(badges[SAMPLER]));
 await page.route(isReport, async (route) => {
@@ -124,8 +122,7 @@ const isFirst = (badges) => IN_RAM.test(badges[LOADER]) && ADDED.test(badges[SAM
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 await eventually("the first one again", inPage, isFirst);
 await page.reload();
-await eventually("page is ready again", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
-await page.waitForTimeout(1000);
+await ready("page is ready again");
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 await eventually("after a reload", inPage, isFirst);
 
@@ -146,8 +143,8 @@ const elsewhere = JSON.parse(await readFile(workflow, "utf8"));
 const { prompt_id } = await (await fetch(`${base}/prompt`, { method: "POST", body: JSON.stringify({ prompt: elsewhere }) })).json();
 const isDone = async (id) => Boolean((await (await fetch(`/api/history/${id}`)).json())[id]?.status.completed);
 await eventually("the prompt from elsewhere", `(${isDone})("${prompt_id}")`, Boolean);
-await page.waitForTimeout(1500);
-assert.ok(isEmpty(await page.evaluate(inPage)), "a prompt without a workflow's id is shown on an open workflow");
+await quiet();
+await eventually("a prompt without a workflow's id is shown on no workflow", inPage, isEmpty);
 
 // While a run is open its nodes have badges: it waits inside of the model until it is interrupted.
 await page.evaluate((graph) => app.loadApiJson(graph, "waiting"), JSON.parse(await readFile(waiting, "utf8")));
@@ -196,7 +193,8 @@ assert.equal((await post("", {})).status, 200);
 assert.notEqual(await page.evaluate(lowMark), 3 << 20);
 await page.reload();
 await eventually("the setting counts again after a reload", lowMark, (bytes) => bytes === 3 << 20);
-await page.waitForTimeout(1000);
+await ready("page is ready once more");
+await quiet();
 assert.equal(await leftOut.count(), 0, "what this machine cannot keep is told at each opening");
 const provoked = [...firstQuestion, ...REFUSED, /DoesNotFit|InvalidInput/, OF_THE_TEST_PACK, answered(400, "highwater/watermark")];
 assert.deepEqual(without(errors, ...provoked), [], "errors in the page");

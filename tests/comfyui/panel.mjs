@@ -4,13 +4,13 @@
 // asks for while a run goes on.
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { answered, OF_THE_TEST_PACK, openPage, PATIENCE_MS, without } from "../web/open_page.mjs";
+import { answered, isIdle, OF_THE_TEST_PACK, openPage, PATIENCE_MS, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow, waiting, parts] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
 const HOSTILE = '<img src=x onerror="window.wasRun = 1">';
 const MIB = 2 ** 20;
-const { browser, page, errors, shoot, eventually, setting } = await openPage(base, executablePath, screenshots);
+const { browser, page, errors, shoot, eventually, ready, quiet, answerDialog, placeOf, setting } = await openPage(base, executablePath, screenshots);
 const readJson = async (file) => JSON.parse(await readFile(file, "utf8"));
 const send = (path, body) => fetch(`${base}${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
 const report = async (part) => (await (await fetch(`${base}/highwater/report?only=${part}`)).json())[part];
@@ -27,8 +27,6 @@ async function until(name, read, wanted) {
   await shoot("stuck");
   assert.fail(`${name}: still ${JSON.stringify(value)}`);
 }
-const isIdle = async () => (await (await fetch(`${base}/queue`)).json()).queue_running.length === 0;
-const isReady = () => eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
 const openTab = async () => {
   await page.getByRole("button", { name: "Memory (Highwater)" }).click();
   await page.locator(".hw-panel").waitFor();
@@ -38,8 +36,7 @@ for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.E
   await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
 }
 await page.goto(base);
-await isReady();
-await page.waitForTimeout(1000); // it opens a workflow of its own
+await ready();
 await page.evaluate((graph) => app.loadApiJson(graph, "test"), await readJson(workflow));
 await page.evaluate(([type, title]) => {
   app.rootGraph.nodes.find((node) => node.type === type).title = title;
@@ -56,7 +53,7 @@ const button = (name) => card.getByRole("button", { name });
 const told = (name, read, wanted) => until(name, async () => ((await read.count()) ? read.first().innerText() : ""), (text) => wanted.test(text));
 await openTab();
 await panel.getByText("No model is loaded.").waitFor();
-await page.waitForTimeout(1500);
+await quiet();
 const asked = [];
 const noteAsked = (request) => asked.push(request.url());
 page.on("request", noteAsked);
@@ -68,7 +65,7 @@ await shoot("panel_empty");
 // A run: the bar and the component have the report's numbers.
 await page.evaluate(() => void app.queuePrompt(0));
 await told("the component", card.locator(".hw-where"), /^[\d.]+[MG] gpu:0/);
-await until("the run's end", isIdle, Boolean);
+await eventually("the run's end", isIdle, Boolean);
 await until("the bar", () => bar.locator(".hw-track").getAttribute("aria-label"), (label) => /^gpu:0: tiny_flux [\d.]+M, (.*, )?free [\d.]+[MG]$/.test(label));
 await told("the reason of the load", section("Events").locator("li", { hasText: "load" }).filter({ hasText: "tiny_flux" }), /KSampler/);
 await told("the loader's title as text", card, /<img src=x onerror=/);
@@ -82,9 +79,13 @@ const timeline = section("Timeline of the last runs");
 const picture = timeline.getByRole("img");
 await until("the timeline", () => picture.getAttribute("aria-label"), (label) => /^Last runs: .*; gpu:0: at most [\d.]+M of 1\.8G/.test(label ?? ""));
 await picture.scrollIntoViewIfNeeded();
-const place = await picture.boundingBox();
-await page.mouse.move(place.x + place.width - 8, place.y + place.height / 2);
-await told("the values under the pointer", timeline, /s after the start of [^]*gpu:0: [\d.]+M in use \(tiny_flux [\d.]+M\)/);
+const pointAtPicture = async () => {
+  const place = await placeOf(picture);
+  await page.mouse.move(place.x + place.width - 8, place.y + place.height / 2);
+  return timeline.innerText();
+};
+const isTold = (text) => /s after the start of [^]*gpu:0: [\d.]+M in use \(tiny_flux [\d.]+M\)/.test(text);
+await until("the values under the pointer", pointAtPicture, isTold);
 await shoot("panel_timeline");
 await page.mouse.move(5, 5);
 await told("how to see values", timeline, /Point at the picture/);
@@ -105,7 +106,7 @@ for (const isVue of [true, false]) {
   await page.evaluate(() => (app.canvas.deselectAll(), (app.canvas.ds.offset[0] = 9000)));
   await card.getByRole("button", { name: HOSTILE }).click();
   await eventually("the node is selected", () => [...app.canvas.selectedItems].map((node) => node.type), (types) => types.join() === LOADER);
-  assert.ok(Math.abs(await page.evaluate(() => app.canvas.ds.offset[0])) < 9000, "the node is in sight");
+  await eventually("the node is in sight", () => Math.abs(app.canvas.ds.offset[0]), (offset) => offset < 9000);
 }
 
 // Keys alone: keep a component, and no more.
@@ -135,7 +136,7 @@ const savedMarks = () => page.evaluate(() => app.extensionManager.setting.get("H
 /** Drag a mark to a part of the bar, from the left, and do something before it is let go. */
 async function drag(slider, part, before = async () => {}) {
   await slider.scrollIntoViewIfNeeded();
-  const handle = await slider.boundingBox();
+  const handle = await placeOf(slider);
   const track = await bar.locator(".hw-track").boundingBox();
   await page.mouse.move(handle.x + handle.width / 2, handle.y + handle.height / 2);
   await page.mouse.down();
@@ -161,7 +162,7 @@ await until("one more percent by a key", marks, (found) => found.low_text === "1
 await page.keyboard.press("ArrowLeft");
 await until("and another one", marks, (found) => found.low_text === "12%");
 await until("its value", () => mark("Low").getAttribute("aria-valuenow"), (value) => value === "88");
-assert.match(await savedMarks(), /^gpu:0=12%:3[23](\.\d)?%,gpu:1=10%:20%$/);
+await until("they are saved", savedMarks, (saved) => /^gpu:0=12%:3[23](\.\d)?%,gpu:1=10%:20%$/.test(saved));
 await page.getByText(/Kept free: gpu:0: 12% \(221 MiB\) to 3[23](\.\d)?% \(\d+ MiB\); gpu:1: 10% \(184 MiB\) to 20%/).first().waitFor();
 await shoot("panel_marks");
 
@@ -175,13 +176,13 @@ assert.equal(await toast.count(), 1);
 await shoot("panel_refused");
 await send("/interrupt", {});
 await until("the run is interrupted", async () => Boolean((await (await fetch(`${base}/history/${id}`)).json())[id]), Boolean);
-await until("nothing runs", isIdle, Boolean);
+await eventually("nothing runs", isIdle, Boolean);
 const numRuns = (await report("runs")).length;
 await page.evaluate(() => void app.queuePrompt(0));
 await until("another run", () => report("runs"), (runs) => runs.length > numRuns && runs.at(-1).end_s !== null);
 await told("what is said of a run that took no time", panel.locator(".hw-advice"), /nothing was loaded again/);
 await until("it is loaded", async () => (await report("components")).find((part) => part.id === "tiny_flux")?.tiers["gpu:0"] ?? 0, (bytes) => bytes > 0);
-await until("nothing runs", isIdle, Boolean);
+await eventually("nothing runs", isIdle, Boolean);
 await until("the button", () => button("Release (tiny_flux)").getAttribute("aria-disabled"), (disabled) => disabled === "false");
 await button("Release (tiny_flux)").click();
 await told("it has left", card.locator(".hw-where"), /^[\d.]+M (pinned )?RAM$/);
@@ -228,13 +229,12 @@ assert.ok(withLists.every((url) => Number(url.searchParams.get("after")) > 0), "
 assert.ok(withLists.some((url) => !url.searchParams.get("only").includes("advice")), "asked only as the queue changed");
 await send("/interrupt", {});
 await until("the other run is interrupted", async () => Boolean((await (await fetch(`${base}/history/${loading}`)).json())[loading]), Boolean);
-await until("nothing runs", isIdle, Boolean);
+await eventually("nothing runs", isIdle, Boolean);
 
 // It is moved on request: what cannot be is refused with why, and the row says that the node is not changed.
 async function move(placement) {
   await button("Move… (tiny_flux)").click();
-  await page.getByRole("dialog").getByRole("textbox").fill(placement);
-  await page.keyboard.press("Enter");
+  await answerDialog(placement);
 }
 await move("gpu:7");
 await page.getByText(/device 'gpu:7' is unknown|no device 'gpu:7'|gpu:7/).last().waitFor();
@@ -244,8 +244,7 @@ assert.equal(await page.evaluate((type) => app.rootGraph.nodes.find((node) => no
 
 // Memory is lent and given back, of the device of the button.
 await bar.getByRole("button", { name: "Lend… (gpu:0)" }).click();
-await page.getByRole("dialog").getByRole("textbox").fill("64MiB 1h");
-await page.keyboard.press("Enter");
+await answerDialog("64MiB 1h");
 await told("lent", bar, /lent, not taken yet\s*64\.0M[^]*64\.0M are lent/);
 await bar.getByRole("button", { name: "Give back (gpu:0)" }).click();
 await until("given back", async () => (await gpu()).lent, (lent) => lent === null);
@@ -269,8 +268,7 @@ await told("in another workflow", card, /in another workflow/);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 await told("the first workflow again", card, /onerror/);
 await page.reload();
-await isReady();
-await page.waitForTimeout(1000);
+await ready("page is ready again");
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 if (!(await panel.count())) await openTab();
 await told("after a reload", card, /onerror[^]*Moved to/);
@@ -287,17 +285,17 @@ await setting("Highwater.Units", "binary");
 await told("in binary units again", bar, /1\.8G free/);
 
 // The narrowest sidebar, a wider one, and one where the table has room, in both themes.
+const measured = () => {
+  const element = document.querySelector(".hw-panel");
+  return { scroll: element.scrollWidth, client: element.clientWidth, layout: getComputedStyle(element.querySelector(".hw-table")).display };
+};
 for (const [width, name] of [[1640, "narrow"], [3200, "wide"], [4400, "widest"]]) {
   await page.setViewportSize({ width, height: 1100 });
   for (const theme of ["dark", "light"]) {
     await setting("Comfy.ColorPalette", theme);
-    await page.waitForTimeout(700);
-    const [scroll, client] = await panel.evaluate((element) => [element.scrollWidth, element.clientWidth]);
-    assert.ok(scroll <= client, `${name}: ${scroll} px in ${client}`);
-    assert.ok(name !== "narrow" || client <= 320, `${name}: ${client} px`);
-    console.log(`${name}: ${client} px`);
-    const layout = await panel.getByRole("table", { name: "Components" }).evaluate((table) => getComputedStyle(table).display);
-    assert.equal(layout, client >= 804 ? "table" : "block");
+    await placeOf(panel); // some pages give it a part of the window, others always as much
+    const isRight = ({ scroll, client, layout }) => scroll <= client && (name !== "narrow" || client <= 320) && layout === (client >= 804 ? "table" : "block");
+    await eventually(`${name}: the panel's width`, measured, isRight);
     assert.ok(await card.getByRole("rowheader", { name: "tiny_flux" }).isVisible(), "a row has its name in any layout");
     assert.ok(await panel.getByRole("columnheader", { name: "Size" }).isVisible(), "it can be sorted in any layout");
     await shoot(`panel_${name}_${theme}`);
@@ -316,7 +314,7 @@ const again = await readJson(workflow);
 Object.values(again).find(({ inputs }) => "seed" in inputs).inputs.seed += 1;
 await send("/prompt", { prompt: again });
 await until("the model is loaded", async () => (await gpu()).managed_bytes, (bytes) => bytes > 0);
-await until("nothing runs", isIdle, Boolean);
+await eventually("nothing runs", isIdle, Boolean);
 const late = [];
 const held = [];
 async function hold(route) {

@@ -1,10 +1,11 @@
 // Unit tests of web/node_boxes.js; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { addNotes, addTextBox } from "../../web/node_boxes.js";
+import { addNotes, addTextBox, takeServer } from "../../web/node_boxes.js";
 
 globalThis.document = { createElement: () => ({ style: {} }) };
-globalThis.sessionStorage = { setItem() {}, removeItem() {}, getItem: () => null };
+const stored = new Map();
+globalThis.sessionStorage = { setItem: (name, text) => void stored.set(name, text), removeItem: (name) => void stored.delete(name), getItem: (name) => stored.get(name) ?? null };
 
 const makeNode = (width, height) => ({
   id: 1,
@@ -50,4 +51,20 @@ test("a note has room while it is there, which is not saved", () => {
   }
   node.onExecuted({ text: [] });
   assert.deepEqual([node.boxes.length, node.size], [0, [225, 60]]);
+});
+
+test("a text is written when it is news, and not with each answer of the server: it stays selected and scrolled", () => {
+  takeServer("one");
+  const node = { ...makeNode(225, 60), graph: { id: "graph" } };
+  addTextBox(node);
+  const [box] = node.boxes;
+  const written = [];
+  Object.defineProperty(box, "textContent", { set: (text) => written.push(text) });
+  node.onExecuted({ text: ["Devices"] });
+  assert.equal(takeServer("one"), false);
+  assert.deepEqual(written, ["Devices"]);
+  assert.equal(takeServer("two"), true);
+  assert.deepEqual(written, ["Devices", ""]);
+  assert.equal(takeServer("one"), true);
+  assert.deepEqual(written, ["Devices", "", "", "Devices"]);
 });

@@ -27,6 +27,7 @@ const isItsOwn = (text, address) => {
 
 // Ends what hangs: on a busy machine a page takes minutes.
 export const PATIENCE_MS = 300_000;
+const QUIET_MS = 2_000;
 const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
 /** The lines that none of the patterns matches: what a script provokes, it names. @param {string[]} lines */
@@ -57,6 +58,16 @@ export async function openPage(base, executablePath, screenshots, deviceScaleFac
     const address = message.location().url.replace(base, "");
     if (["error", "warning"].includes(message.type()) && !isItsOwn(message.text(), address)) errors.push(`${message.text()} (${address})`);
   });
+  // What is asked of ours and not answered yet, and when the page asked last.
+  const open = new Set();
+  let lastAsked = Date.now();
+  page.on("request", (request) => {
+    if (!new URL(request.url()).pathname.includes("/highwater/")) return;
+    open.add(request);
+    lastAsked = Date.now();
+  });
+  for (const end of ["requestfinished", "requestfailed"]) page.on(end, (request) => open.delete(request));
+  page.on("framenavigated", () => open.clear());
   const foreign = new Set();
   await page.route(
     (url) => url.origin !== base,
@@ -78,6 +89,31 @@ export async function openPage(base, executablePath, screenshots, deviceScaleFac
     assert.fail(`${name}: still ${JSON.stringify(value)} after ${timeout} ms; errors: ${JSON.stringify(errors)}`);
   }
 
+  /** Wait until the page has opened what it opens by itself: that takes the place of what is opened before. */
+  const ready = (name = "page is ready") => eventually(name, hasOpened, Boolean);
+
+  /** Wait until the page has asked nothing of ours for a while, and has all answers. */
+  async function quiet() {
+    while (open.size > 0 || Date.now() - lastAsked < QUIET_MS) await page.waitForTimeout(100);
+  }
+
+  /** Type into the dialog that asks for something, and wait until it is gone: the next one looks the same. */
+  async function answerDialog(words) {
+    await page.getByRole("dialog").getByRole("textbox").fill(words);
+    await page.keyboard.press("Enter");
+    await page.getByRole("dialog").waitFor({ state: "detached" });
+  }
+
+  /** Wait until an element is drawn where it stays; returns its place. */
+  async function placeOf(locator) {
+    for (let before = null; ; ) {
+      const place = await locator.boundingBox();
+      if (place && JSON.stringify(place) === before) return place;
+      before = JSON.stringify(place);
+      await page.waitForTimeout(150);
+    }
+  }
+
   const setting = (id, value) => page.evaluate(([id, value]) => app.extensionManager.setting.set(id, value), [id, value]);
 
   /** Write to the widgets of the first node of a class. */
@@ -90,8 +126,17 @@ export async function openPage(base, executablePath, screenshots, deviceScaleFac
       [type, values],
     );
 
-  return { browser, page, errors, foreign, shoot, eventually, setting, widgets };
+  return { browser, page, errors, foreign, shoot, eventually, ready, quiet, answerDialog, placeOf, setting, widgets };
 }
+
+/** Whether the page has opened what it opens by itself. */
+const hasOpened = () => Boolean(window.app?.rootGraph && !app.extensionManager.spinner && app.extensionManager.workflow?.activeWorkflow);
+
+/** Whether the server has nothing to run; runs in the page. */
+export const isIdle = async () => {
+  const { queue_running: running, queue_pending: pending } = await (await fetch("/api/queue")).json();
+  return running.length + pending.length === 0;
+};
 
 /** What the badge of the first node of a class says now. */
 const textOfBadge = (type) => {
@@ -99,10 +144,11 @@ const textOfBadge = (type) => {
   return node.badges.map((badge) => (typeof badge === "function" ? badge() : badge)).find((badge) => badge.onClick && badge.text)?.text ?? "";
 };
 
-/** Where on the screen the canvas renderer has drawn the badge of the first node of a class. */
+/** Where on the screen the canvas renderer has drawn the badge of the first node of a class; null where it has none. */
 const placeOfBadge = (type) => {
   const node = app.rootGraph.nodes.find((node) => node.type === type);
   const badge = node.badges.map((badge) => (typeof badge === "function" ? badge() : badge)).find((badge) => badge.onClick && badge.text);
+  if (!badge?.boundingRect) return null;
   const [left, top, width, height] = badge.boundingRect;
   const { scale, offset } = app.canvas.ds;
   const canvas = app.canvas.canvas.getBoundingClientRect();
@@ -116,7 +162,8 @@ async function clickBadge(page, type) {
     // It may say something else by now: whoever asked tries again.
     await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click({ timeout: 5_000 }).catch(() => {});
   } else {
-    await page.mouse.click(...(await page.evaluate(placeOfBadge, type)));
+    const place = await page.evaluate(placeOfBadge, type);
+    if (place) await page.mouse.click(...place);
   }
 }
 
@@ -135,14 +182,14 @@ async function readDetail(page, type, title = "Memory of this node") {
   // A workflow that the page opens or moves meanwhile takes the box away, or the badge from under the click.
   for (const end = Date.now() + PATIENCE_MS; ; ) {
     await clickBadge(page, type);
-    const isOpen = await box.waitFor({ timeout: 5_000 }).then(() => true, () => false);
-    if (isOpen) break;
+    const told = await box.innerText({ timeout: 5_000 }).catch(() => null);
+    if (told !== null) {
+      await page.keyboard.press("Escape");
+      await box.waitFor({ state: "detached" });
+      return told;
+    }
     assert.ok(Date.now() < end, `the badge of ${type} opens no box "${title}"`);
   }
-  const told = await box.innerText();
-  await page.keyboard.press("Escape");
-  await box.waitFor({ state: "detached" });
-  return told;
 }
 
 // Badges by node class, read in the page: by the canvas renderer's own call, or as text. Functions that the page runs

@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { barsOf, makeBars } from "../../web/panel/bars.js";
 import { makeComponentTable } from "../../web/panel/component_table.js";
 import { nextOrder, nodeAt, rowsOf, sorted } from "../../web/panel/components.js";
-import { filtered, linesOf, makeEvents, withMore } from "../../web/panel/events.js";
+import { filtered, linesOf, makeEvents } from "../../web/panel/events.js";
 import { closeToMark, makeSliders, marksOf, movedBy, movedTo } from "../../web/panel/marks.js";
 import { makeColours, makePanel } from "../../web/panel/view.js";
 import { useEnglish } from "./english.mjs";
@@ -171,6 +171,26 @@ test("both marks have a handle that tells its value and limits, and are applied 
   assert.equal(high.getAttribute("aria-disabled"), "true");
 });
 
+test("a mark that was let go is applied once, also where the focus leaves it before the server has answered", async () => {
+  const answers = [];
+  const bar = withMark({});
+  const sliders = makeSliders(makeDocument(), bar, () => new Promise((resolve) => answers.push(resolve)));
+  sliders.fill(bar);
+  const low = sliders.element.find({ name: "hw-low" });
+  await low.fire("keydown", { key: "ArrowLeft" });
+  const letGo = low.fire("keyup", { key: "ArrowLeft" });
+  void low.fire("blur");
+  assert.equal(answers.length, 1);
+  answers[0](true);
+  await letGo;
+  await low.fire("pointerdown", { button: 0, pointerId: 1 });
+  await low.fire("pointerup");
+  assert.equal(answers.length, 1, "it was not moved");
+  await low.fire("keydown", { key: "ArrowLeft" });
+  void low.fire("keyup", { key: "ArrowLeft" });
+  assert.equal(answers.length, 2);
+});
+
 test("a row says where a component is, when it is used, and which node shows it", () => {
   const [row] = rowsOf({ components: [PART], loaders: [{ node_id: "5:7", workflow_id: "w", components: ["flux"] }] }, PAGE);
   assert.deepEqual([row.size, row.where, row.last_use, row.next_use], ["50.0M", "30.0M gpu:0, 1.0G pinned RAM", "at 12", "not known"]);
@@ -301,12 +321,6 @@ test("a run that has no name of its own is told by the begin of its id", () => {
   assert.equal(told(id, [{ run_id: id, name: workflow }]), "run 8250cd05");
   assert.equal(told(id, []), "run 8250cd05");
   assert.equal(told("A", []), "run A");
-});
-
-test("only newer events are added, and the oldest are forgotten", () => {
-  const at = (t_s) => ({ ...EVENT, t_s });
-  assert.deepEqual(withMore([at(1), at(2)], [at(2), at(3)]).map((event) => event.t_s), [1, 2, 3]);
-  assert.equal(withMore([], Array.from({ length: 1200 }, (_, index) => at(index))).at(0).t_s, 200);
 });
 
 test("the filter keeps its kind while events come", async () => {

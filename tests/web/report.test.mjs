@@ -7,32 +7,53 @@ import { makeAsker, makeLiveReport, makeSoon } from "../../web/report.js";
 function asker() {
   const done = [];
   const answers = [];
-  const fetchReport = (parts) => new Promise((resolve, reject) => answers.push({ parts, resolve, reject }));
-  const ask = makeAsker(fetchReport, { show: (report) => done.push(report), fail: (error) => done.push(error.message) });
-  return { ask, answers, done };
+  let turn = 0;
+  const fetchReport = (words) => new Promise((resolve, reject) => answers.push({ words, resolve, reject }));
+  const ask = makeAsker(fetchReport, { show: (report, turn) => done.push([turn, report]), fail: (error) => done.push(error.message) });
+  return { ask: (...parts) => ask(parts, parts.join(), ++turn), answers, done };
 }
+const answer = (parts, server_id = "one") => ({ server_id, ...parts });
 
-test("an answer that was overtaken is dropped", async () => {
+test("of an answer that was overtaken only that is shown which no newer one had", async () => {
   const { ask, answers, done } = asker();
-  const asked = [ask("nodes,components"), ask("components"), ask("components")];
-  assert.deepEqual(answers.map((answer) => answer.parts), ["nodes,components", "components", "components"]);
-  answers[1].resolve("second");
+  const asked = [ask("nodes", "components"), ask("components"), ask("components"), ask("nodes")];
+  assert.deepEqual(answers.map(({ words }) => words), ["nodes,components", "components", "components", "nodes"]);
+  answers[1].resolve(answer({ components: 2 }));
   await asked[1];
-  answers[0].resolve("first");
-  answers[2].resolve("third");
+  answers[0].resolve(answer({ nodes: 1, components: 1 }));
+  await asked[0];
+  answers[3].resolve(answer({ nodes: 4 }));
+  await asked[3];
+  answers[2].resolve(answer({ components: 3 }));
+  await asked[2];
+  assert.deepEqual(done, [
+    [2, answer({ components: 2 })],
+    [1, answer({ nodes: 1 })],
+    [4, answer({ nodes: 4 })],
+    [3, answer({ components: 3 })],
+  ]);
+});
+
+test("an answer that was overtaken by all it has is dropped, and one of a server that is gone", async () => {
+  const { ask, answers, done } = asker();
+  const asked = [ask("nodes"), ask("components"), ask("components")];
+  answers[2].resolve(answer({ components: 3 }, "two"));
+  await asked[2];
+  answers[1].resolve(answer({ components: 2 }, "two"));
+  answers[0].resolve(answer({ nodes: 1 }));
   await Promise.all(asked);
-  assert.deepEqual(done, ["second", "third"]);
+  assert.deepEqual(done, [[3, answer({ components: 3 }, "two")]]);
 });
 
 test("a failure rejects nothing and is told once, until an answer came", async () => {
   const { ask, answers, done } = asker();
-  for (const [index, answer] of ["no server", "still none", null, "gone again"].entries()) {
+  for (const [index, error] of ["no server", "still none", null, "gone again"].entries()) {
     const asked = ask("components");
-    if (answer) answers[index].reject(new Error(answer));
-    else answers[index].resolve("answer");
+    if (error) answers[index].reject(new Error(error));
+    else answers[index].resolve(answer({ components: 3 }));
     await asked;
   }
-  assert.deepEqual(done, ["no server", "answer", "gone again"]);
+  assert.deepEqual(done, ["no server", [3, answer({ components: 3 })], "gone again"]);
 });
 
 test("calls meanwhile are one call, and the next is another", async () => {
@@ -51,7 +72,7 @@ test("calls meanwhile are one call, and the next is another", async () => {
 test("one question serves all readers, each as long as it reads", async () => {
   const asked = [];
   const shown = [];
-  const live = makeLiveReport(async (words) => (asked.push(words), { words }), () => assert.fail("no failure"));
+  const live = makeLiveReport(async (words) => (asked.push(words), answer({ words })), () => assert.fail("no failure"));
   await live.ask();
   assert.deepEqual(asked, [], "nobody reads");
   const stops = [["components", "loaders"], ["devices", "components"]].map((parts, at) => live.read(() => parts, ({ words }) => shown.push([at, words])));
@@ -69,7 +90,7 @@ test("one question serves all readers, each as long as it reads", async () => {
 
 test("a reader that knows the past asks for what came since, but not where a limit asks for it", async () => {
   const asked = [];
-  const live = makeLiveReport(async (words) => (asked.push(words), {}), () => assert.fail("no failure"));
+  const live = makeLiveReport(async (words) => (asked.push(words), answer({})), () => assert.fail("no failure"));
   let after;
   live.read(() => ["components"], () => {});
   live.read(() => ["samples"], () => {}, () => after);
@@ -92,4 +113,28 @@ test("a failed question reaches no reader, and is told", async () => {
   live.read(() => ["devices"], () => assert.fail("no report came"));
   await live.ask();
   assert.deepEqual(told, ["gone"]);
+});
+
+test("a reader knows which question an answer is for", async () => {
+  const answers = [];
+  const shown = [];
+  const live = makeLiveReport(() => new Promise((resolve) => answers.push(resolve)), () => assert.fail("no failure"));
+  // As the panel does it: runs are asked for until an answer to a question after the last change of the queue has them.
+  let changedAt = 0;
+  let shownAt = 0;
+  const parts = () => (shownAt > changedAt ? ["devices"] : ["devices", "runs"]);
+  live.read(parts, ({ runs }, turn) => runs && (shown.push(runs), (shownAt = turn)));
+  const asked = [live.ask()];
+  changedAt = live.asked();
+  asked.push(live.ask());
+  answers[0](answer({ devices: 1, runs: "first" }));
+  await asked[0];
+  assert.deepEqual(parts(), ["devices", "runs"], "what was asked for before the change is old");
+  asked.push(live.ask());
+  answers[2](answer({ devices: 3, runs: "third" }));
+  await asked[2];
+  assert.deepEqual(parts(), ["devices"]);
+  answers[1](answer({ devices: 2, runs: "second" }));
+  await asked[1];
+  assert.deepEqual(shown, ["first", "third"]);
 });

@@ -11,19 +11,8 @@ import { make, makeRows } from "./elements.js";
  *   the title is the kind in the user's language
  */
 
-/** So many are kept, and so many of these are shown at once. */
-const MOST_EVENTS = 1000;
+/** So many are shown at once. */
 const MOST_LINES = 100;
-
-/**
- * Return the events that are known after some more came, the oldest first, and no more than are kept.
- * @param {Event[]} known
- * @param {Event[]} more
- */
-export function withMore(known, more) {
-  const last = known.at(-1)?.t_s ?? -1;
-  return [...known, ...more.filter((event) => event.t_s > last)].slice(-MOST_EVENTS);
-}
 
 /**
  * Return the lines of events, the newest first.

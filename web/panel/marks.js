@@ -132,6 +132,8 @@ export function makeSliders(document, first, apply) {
   let known = { low_bytes: 0, high_bytes: 0, low_text: "", high_text: "" };
   /** What the user has in hand. @type {Marks | null} */
   let moving = null;
+  /** What was let go, and is applied now. @type {Marks | null} */
+  let applied = null;
   let isFixed = false;
 
   /** Where a mark is on the bar, from the left, in percent. @param {number} bytes that stay free */
@@ -198,9 +200,11 @@ export function makeSliders(document, first, apply) {
 
   async function letGo() {
     const wanted = moving;
-    if (!wanted) return;
+    if (!wanted || wanted === applied) return;
+    applied = wanted;
     const isSame = wanted.low_bytes === known.low_bytes && wanted.high_bytes === known.high_bytes;
     if (!isSame && (await apply(wanted))) known = wanted; // until the next report
+    if (applied === wanted) applied = null;
     if (moving === wanted) moving = null;
     draw();
   }

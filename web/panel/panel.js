@@ -4,12 +4,12 @@
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
 import "../page_texts.js"; // what is registered is in the user's language
-import { change, get, giveBack, lend, live } from "../server.js";
+import { change, get, giveBack, lend, live, markSetting } from "../server.js";
 import { localeOf, text } from "../texts.js";
 import { marksText } from "../watermark.js";
 import { nodeAt } from "./components.js";
 import { makeDeviceNews } from "./device_news.js";
-import { withMore } from "./events.js";
+import { makeEventLog } from "./event_log.js";
 import { LISTS, isRunning, isWhole, nextAfter, withAnswer } from "./history.js";
 import { closeToMark, marksOf } from "./marks.js";
 import { makePanel } from "./view.js";
@@ -17,27 +17,23 @@ import { makePanel } from "./view.js";
 const TAB = "highwater-memory";
 // An own key on the page's store is reactive: the top bar follows it.
 const STORE = "highwaterPanel";
-const SETTING = "Highwater.Watermark";
-const EVENTS = "limit=500";
+const LATE_MS = 60_000;
 
 /** The newest report; runs, nodes, samples and advice change only while runs go on, and are asked for then. @type {Highwater.Report} */
 let report = { version: 0, now_s: 0, server_id: "" };
 /** From when on the next answer has to tell of runs, nodes and samples; undefined: all. @type {number | undefined} */
 let toldUntil;
-/** @type {import("./events.js").Event[]} */
-let events = [];
+const events = makeEventLog((words) => get(`events?${words}`), draw, (error) => {
+  console.warn("highwater: the events could not be read:", error); // the report's own question tells the user
+});
 /** When the server started, by this page's clock. @type {number} */
 let startMs = 0;
 /** The open panel, and a text that tells in which language it was made. @type {{ view: ReturnType<typeof makePanel>, language: string, close: () => void } | null} */
 let open = null;
-/** How often the queue changed: a run began, or ended. */
-let queueChanges = 0;
-/** That number as runs and nodes were asked for last, and as those were that are shown. */
-let askedAt = -1;
-let shownAt = -1;
-/** The number of the last question for events, and of the last one whose answer is shown. */
-let asked = 0;
-let answered = 0;
+/** The last question before the queue changed, by its number: a run began, or ended. Then what is shown of runs is old. */
+let changedAt = 0;
+/** The question that the advice which is shown was the answer to, with all of the runs until then; 0: none. */
+let shownAt = 0;
 
 /** @param {number} seconds after the server's start */
 const clock = (seconds) => new Date(startMs + seconds * 1000).toLocaleTimeString(localeOf(navigator.languages));
@@ -49,39 +45,26 @@ function draw() {
     open.view.element.replaceWith(view.element);
     open = { ...open, view, language: text("panel.tooltip") };
   }
-  open.view.show({ report, events, root: app.rootGraph, clock });
+  open.view.show({ report, events: events.known(), root: app.rootGraph, clock });
 }
 
-/** @param {Highwater.Report} now */
-function take(now) {
+/**
+ * @param {Highwater.Report} now or parts of it
+ * @param {number} turn the number of the question
+ */
+function take(now, turn) {
   const begin = Date.now() - now.now_s * 1000;
   const isOther = now.server_id !== report.server_id; // the server was started again
-  if (isOther) [events, asked] = [[], asked + 1];
-  if (Math.abs(begin - startMs) > 2000) startMs = begin; // times do not waver with each answer
+  // The least late answer tells best when the server started; none for long: the machine slept, or has another time.
+  if (isOther || begin < startMs || begin > startMs + LATE_MS) startMs = begin;
   const isBegun = !isOther || isWhole(now);
-  if (now.advice) shownAt = askedAt;
+  if (now.advice) shownAt = turn;
   if (now.samples) toldUntil = nextAfter(now);
-  if (!isBegun) [shownAt, toldUntil] = [-1, undefined];
+  if (!isBegun) [shownAt, toldUntil] = [0, undefined];
   report = withAnswer(report, now);
-  // It continues the events only where those before it are there.
-  if (now.events && now.after_s !== undefined && !now.left_out?.events && answered === asked) events = withMore(events, now.events);
-  else void readEvents();
+  void events.update(now.server_id, now.after_s === undefined || now.left_out?.events ? undefined : now.events);
   draw();
   if (!isBegun) void live.ask();
-}
-
-async function readEvents() {
-  const turn = ++asked;
-  const last = events.at(-1)?.t_s;
-  try {
-    const more = await get(`events?${last === undefined ? "" : `after=${last}&`}${EVENTS}`);
-    if (turn !== asked) return;
-    answered = turn;
-    events = withMore(events, more.events);
-    draw();
-  } catch (error) {
-    console.warn("highwater: the events could not be read:", error); // the report's own question tells the user
-  }
 }
 
 /** Show a node of the open workflow. @param {string} executionId */
@@ -111,14 +94,10 @@ async function move(component, placement) {
  * @param {string} device
  * @param {import("./marks.js").Marks} wanted
  */
-async function setMark(device, wanted) {
-  const marks = marksOf(report.devices ?? [], device, wanted);
-  const isSaved = app.extensionManager.setting.get(SETTING) === marks;
-  const isSet = await change(text("panel.mark_of", { device }), "watermark", { marks }, (answer) => (isSaved ? marksText(answer.watermarks, answer.notes) : null));
-  if (isSet && !isSaved) await app.extensionManager.setting.set(SETTING, marks);
-  await live.ask(); // from now on no older answer is shown, which would put the mark back for a moment
-  return isSet;
-}
+const setMark = (device, wanted) => markSetting.move(
+  () => marksOf(report.devices ?? [], device, wanted),
+  (marks, isSaved) => change(text("panel.mark_of", { device }), "watermark", { marks }, (answer) => (isSaved ? marksText(answer.watermarks, answer.notes) : null)),
+);
 
 const actions = {
   goTo,
@@ -149,8 +128,7 @@ function parts() {
   const always = ["devices", "components", "loaders", "open_nodes"];
   // What came since is short: events come with it. From the begin on they would leave less room to the others.
   const lists = toldUntil === undefined ? LISTS : [...LISTS, "events"];
-  if (shownAt === queueChanges) return isRunning(report) ? [...always, ...lists] : always;
-  askedAt = queueChanges;
+  if (shownAt > changedAt) return isRunning(report) ? [...always, ...lists] : always;
   return [...always, ...lists, "advice"];
 }
 
@@ -181,7 +159,7 @@ app.registerExtension({
   afterConfigureGraph: draw,
 
   setup() {
-    api.addEventListener("status", () => void (queueChanges += 1));
+    api.addEventListener("status", () => void (changedAt = live.asked()));
     // At the end of a node the server tells of devices unasked: a question for them costs it as much as all badges.
     api.addEventListener("highwater.memory", ({ detail }) => {
       news.happened(detail);
@@ -198,7 +176,7 @@ app.registerExtension({
         const view = open?.view ?? makePanel(document, actions);
         element.replaceChildren(view.element);
         if (open) return;
-        [shownAt, toldUntil] = [-1, undefined];
+        [shownAt, toldUntil] = [0, undefined];
         open = { view, language: text("panel.tooltip"), close: live.read(parts, take, () => toldUntil) };
         draw();
         void follow();
