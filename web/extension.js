@@ -35,6 +35,11 @@ const reports = makeNodeReports();
 /** What is loaded now, and which nodes show it, as far as the page has asked. @type {{ components: ComponentReport[], loaders: Loader[] }} */
 let now = { components: [], loaders: [] };
 
+/** What changes while the page is open; executions of nodes are told one by one. */
+const CHANGING = ["components", "loaders", "open_nodes"];
+/** Whether it is known what happened before the page listened to this server, or while the connection was lost. */
+let hasPast = false;
+
 /** What the nodes of the open workflow show, by their keys. @type {Map<string, import("./badges.js").Shown>} */
 let shown = new Map();
 
@@ -107,7 +112,11 @@ function closeOnEscape(event) {
 /** Take a report, or parts of one. What a server told that is gone is forgotten. @param {Highwater.Report} report */
 function take(report) {
   now = { components: report.components ?? now.components, loaders: report.loaders ?? now.loaders };
-  if (takeServer(report.server_id)) reports.clear();
+  if (takeServer(report.server_id)) {
+    reports.clear();
+    hasPast = false;
+  }
+  if (report.nodes && report.after_s === undefined) hasPast = true;
   [...(report.nodes ?? []), ...(report.open_nodes ?? [])].forEach(reports.take);
   showNodes();
 }
@@ -154,11 +163,14 @@ app.registerExtension({
       notify(noticeOfEvent(detail));
     });
     api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, now.components.length > 0)));
-    // What changes while the page is open; executions of nodes are told one by one.
-    live.read(() => ["components", "loaders", "open_nodes"], take);
+    // A question for the past may fail: the next one asks for it again.
+    live.read(() => (hasPast ? CHANGING : [...CHANGING, "nodes"]), take);
     followServer();
     // Events are not repeated after a reload, nor after a while without the server.
-    const askForAll = () => live.ask({ more: ["nodes", "devices"], limit: 500 }); // a large workflow has more nodes than a report tells by default
+    const askForAll = () => {
+      hasPast = false;
+      return live.ask({ more: ["devices"], limit: 500 }); // a large workflow has more nodes than a report tells by default
+    };
     api.addEventListener("reconnecting", loseConnection);
     api.addEventListener("reconnected", askForAll);
     await askForAll();

@@ -29,6 +29,7 @@ assert.deepEqual(
   [...OURS, "HighwaterKeep", "HighwaterLimits", "HighwaterRelease", "HighwaterVerifyPipeline", "HighwaterWatermark"].sort(),
 );
 await eventually("canvas before", onCanvas, allEmpty);
+await quiet(); // what its opening asks for
 const questions = [];
 const noteQuestion = (request) => questions.push(new URL(request.url()));
 page.on("request", noteQuestion);
