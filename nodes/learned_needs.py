@@ -4,14 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ..memory.manager.needs_file import NeedsFile, size_text
 
-__all__ = ["describe_needs", "forget_needs"]
+__all__ = ["ForgottenFile", "NeedsOfFile", "describe_needs", "forget_needs"]
 
 
-def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[dict[str, Any]]:
+class LearnedNeed(TypedDict):
+    """What one component needed of one device with inputs of one size, beside its weights."""
+
+    component: str
+    """The first characters of a digest, as of the device."""
+    device: str
+    size: str
+    seen_bytes: int
+    """The peak of completed forwards."""
+    kept_bytes: int | None
+    """What the next plan keeps free; None: everything, since a forward failed and none has completed since."""
+
+
+class NeedsOfFile(TypedDict):
+    """The needs that a file holds."""
+
+    path: str
+    needs: list[LearnedNeed]
+
+
+class ForgottenFile(TypedDict):
+    """How many needs were deleted from a file."""
+
+    path: str
+    num_forgotten: int
+
+
+def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[NeedsOfFile]:
     """Return each file with its needs; components and devices are digests, sizes are those of `Size`.
 
     Raises:
@@ -35,7 +62,7 @@ def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[di
     ]
 
 
-def forget_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[dict[str, Any]]:
+def forget_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[ForgottenFile]:
     """Delete all needs in the files; a running ComfyUI keeps those that it has read until it ends.
 
     Raises:

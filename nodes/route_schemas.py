@@ -100,20 +100,39 @@ SHARE = record(
         "keeps_bytes": BYTES,
     }
 )
-# One that the host moves has reasons only.
+COMPONENT_PLAN = {
+    "component": NAME,
+    "kind": NAME,
+    "weight_bytes": BYTES,
+    "precision": NAME,
+    "tier": NAME,
+    "host_bytes": BYTES,
+    "pinned_bytes": BYTES,
+    "placement": NAME,
+    "shares": listed(SHARE),
+}
+REASONS = {"reasons": listed(NAME)}
 PLAN = record(
-    {"reasons": listed(NAME)},
     {
-        "component": NAME,
-        "kind": NAME,
-        "weight_bytes": BYTES,
-        "precision": NAME,
-        "tier": NAME,
-        "host_bytes": BYTES,
-        "pinned_bytes": BYTES,
         "placement": NAME,
-        "shares": listed(SHARE),
-    },
+        "profile": record({"name": NAME, "title": NAME, "text": NAME, "like": NAME, "explicit": NAME, **REASONS}),
+        "components": listed(record(COMPONENT_PLAN | REASONS)),
+    }
+)
+PROFILE = record(
+    {
+        "name": NAME,
+        "title": NAME,
+        "ram_bytes": {"type": ["integer", "null"]},
+        "vram_bytes": {"type": ["integer", "null"]},
+        "budgets": mapped(NAME),
+        "pinned": NAME,
+        "prefetch_blocks": {"type": ["integer", "null"]},
+        "quantize": NAME,
+        "on_demand": NAME,
+        "reserve": mapped(NAME),
+        "compile": {"type": "boolean"},
+    }
 )
 LENT = record({"num_bytes": BYTES, "missing_bytes": BYTES, "left_s": NUMBER})
 PINNED = record({"num_bytes": BYTES, "limit_bytes": BYTES})
@@ -122,23 +141,29 @@ LOADER = record({"node_id": NAME, "workflow_id": OPTIONAL_NAME, "components": li
 
 @cache
 def answer_schemas() -> dict[str, Schema]:
-    """Return what each address answers, by its path. Those that only the command line reads are not here."""
+    """Return what each address answers, by its path; what cannot be answered is an ``error`` in words instead.
+
+    To a browser's window ``/highwater/doctor`` answers text.
+    """
     from ..memory.manager.departures import Departure
     from ..memory.manager.lending import LendingReport
     from ..memory.manager.report import ComponentReport, NodeReport, RunReport, Sample
+    from .doctor import Finding
+    from .learned_needs import ForgottenFile, NeedsOfFile
 
     mark, device, event = mark_schema(), device_schema(), event_schema()
-    nodes = listed(schema_of(NodeReport))
+    nodes, features = listed(schema_of(NodeReport)), mapped({"type": ["boolean", "string"]})
+    component_plan = record(REASONS, COMPONENT_PLAN)  # that of a component that the host moves has reasons only
     report = {
         "devices": listed(device),
-        "components": listed(with_fields(ComponentReport, plan=PLAN)),
+        "components": listed(with_fields(ComponentReport, plan=component_plan)),
         "nodes": nodes,
         "runs": listed(schema_of(RunReport)),
         "events": listed(event),
         "samples": listed(schema_of(Sample)),
         "open_nodes": nodes,
         "loaders": listed(LOADER),
-        "host_features": mapped({"type": ["boolean", "string"]}),
+        "host_features": features,
         "advice": listed(record({"text": NAME, "key": NAME, "values": mapped(NAME)})),
         "left_out": mapped(BYTES),
         "after_s": NUMBER,
@@ -162,6 +187,21 @@ def answer_schemas() -> dict[str, Schema]:
         "/highwater/watermark": record({"watermarks": mapped(mark), "notes": listed(NAME)}),
         "/highwater/default-profile": record({"profile": NAME, "title": NAME}),
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
+        "/highwater/profiles": record({"profiles": listed(PROFILE)}),
+        "/highwater/devices": record(
+            {"devices": listed(record({**device["properties"], "peers": listed(NAME)})), "hidden_by": mapped(NAME)}
+        ),
+        "/highwater/plan": record({"plans": mapped(PLAN), "text": NAME}),
+        "/highwater/doctor": record(
+            {
+                "comfyui": OPTIONAL_NAME,
+                "findings": listed(schema_of(Finding)),
+                "features": features,
+                "num_warnings": {"type": "integer"},
+            }
+        ),
+        "/highwater/needs": record({"files": listed(schema_of(NeedsOfFile))}),
+        "/highwater/needs/forget": record({"files": listed(schema_of(ForgottenFile))}),
     }
 
 

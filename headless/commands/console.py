@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import rich.box
@@ -132,7 +132,7 @@ class Console:
             "such as T5 and Llama, not CLIP."
         )
 
-    def show_needs(self, files: list[dict[str, Any]]) -> None:
+    def show_needs(self, files: Iterable[Mapping[str, Any]]) -> None:
         """Print the needs that each file holds, or how many of them were forgotten."""
         for file in files:
             needs = file.get("needs")

@@ -279,6 +279,132 @@ declare namespace Highwater {
     "tiny-pipelines": {
       pipelines: Record<string, string>;
     };
+    profiles: {
+      profiles: {
+        name: string;
+        title: string;
+        ram_bytes: number | null;
+        vram_bytes: number | null;
+        budgets: Record<string, string>;
+        pinned: string;
+        prefetch_blocks: number | null;
+        quantize: string;
+        on_demand: string;
+        reserve: Record<string, string>;
+        compile: boolean;
+      }[];
+    };
+    devices: {
+      devices: {
+        name: string;
+        total_bytes: number;
+        free_bytes: number;
+        watermark: Record<string, number>;
+        own_watermark: {
+          low_bytes: number;
+          high_bytes: number;
+          low_text: string;
+          high_text: string;
+          source: "set" | "setting" | "default";
+        };
+        managed_bytes: number;
+        other_bytes: number;
+        peak_bytes: number;
+        lent: {
+          num_bytes: number;
+          missing_bytes: number;
+          left_s: number;
+        } | null;
+        neighbours: {
+          pid: number;
+          low_bytes: number;
+          high_bytes: number;
+          used_bytes: number;
+          idle_bytes: number;
+          need_bytes: number;
+          lent_bytes: number;
+        }[];
+        unshared: string | null;
+        activation_bytes: number | null;
+        pinned: {
+          num_bytes: number;
+          limit_bytes: number;
+        } | null;
+        peers: string[];
+      }[];
+      hidden_by: Record<string, string>;
+    };
+    plan: {
+      plans: Record<string, {
+        placement: string;
+        profile: {
+          name: string;
+          title: string;
+          text: string;
+          like: string;
+          explicit: string;
+          reasons: string[];
+        };
+        components: {
+          component: string;
+          kind: string;
+          weight_bytes: number;
+          precision: string;
+          tier: string;
+          host_bytes: number;
+          pinned_bytes: number;
+          placement: string;
+          shares: {
+            device: string;
+            blocks: number;
+            resident_blocks: number;
+            streamed_blocks: number;
+            prefetch_blocks: number;
+            fixed_bytes: number;
+            resident_bytes: number;
+            streamed_bytes: number;
+            staging_bytes: number;
+            scratch_bytes: number;
+            device_bytes: number;
+            pass_s: number | null;
+            limit_bytes: number | null;
+            limited_by: string;
+            keeps_bytes: number;
+          }[];
+          reasons: string[];
+        }[];
+      }>;
+      text: string;
+    };
+    doctor: {
+      comfyui: string | null;
+      findings: {
+        check: string;
+        text: string;
+        is_warning: boolean;
+        remedy: string;
+      }[];
+      features: Record<string, boolean | string>;
+      num_warnings: number;
+    };
+    needs: {
+      files: {
+        path: string;
+        needs: {
+          component: string;
+          device: string;
+          size: string;
+          seen_bytes: number;
+          kept_bytes: number | null;
+        }[];
+      }[];
+    };
+    "needs/forget": {
+      files: {
+        path: string;
+        num_forgotten: number;
+      }[];
+    };
   }
   interface Messages {
     node: {
