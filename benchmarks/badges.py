@@ -2,8 +2,8 @@
 
 The run is the demo's: the tiny Flux in 4 steps on a simulated device, after a first one, so that nothing is loaded from
 files. The time of each part, and of the run, is CPU time of this process, the smallest of many; how often each part
-comes in a run is counted. The page asks some time after a message, once for all that came meanwhile, and once a second
-while a node reports its progress. An answer is timed with everything that aiohttp does for it; another process asks,
+comes in a run is counted. The page asks some time after a message, and once a second while a node reports its progress: once
+for all that came meanwhile. An answer is timed with everything that aiohttp does for it; another process asks,
 over one connection, as a browser does. Nothing of that happens while nothing runs; the last row counts. The ratio is of
 the badges alone: the panel is closed until a user opens it, and then asks as often, for more.
 """
@@ -68,13 +68,18 @@ def smallest_ms(call: Callable[[], Any], num_calls: int = NUM_CALLS) -> float:
     return 1e3 * best
 
 
-def num_asks(times: Iterable[float], delay_s: float) -> int:
-    """Return how often a page asks that waits so long after a message, and asks once for all that came meanwhile."""
-    asked, due = 0, float("-inf")
-    for now in times:
+def num_asks(wishes: Iterable[tuple[float, float]]) -> int:
+    """Return how often a page asks: once for all that comes meanwhile, when the first of it may wait no longer.
+
+    Args:
+        wishes: when something came, and how long an answer to it may wait, in seconds.
+    """
+    asked, due = 0, float("inf")
+    for now, delay_s in sorted(wishes):
         if now > due:
-            asked, due = asked + 1, now + delay_s
-    return asked
+            asked, due = asked + 1, float("inf")
+        due = min(due, now + delay_s)
+    return asked + (due < float("inf"))
 
 
 def measure() -> Result:
@@ -113,9 +118,13 @@ def measure_in(folder: Path) -> Result:
         begin = time.process_time()
         result = runner.run(parse_workflow(own, source="demo_flux"), name="demo_flux", listener=listen)
         seconds = time.process_time() - begin
-        asks = (
-            num_asks([at for at, _ in told], ASK_S) + num_asks(progress, ASK_IN_NODE_S) + 1
-        )  # the queue is empty again
+        queue_is_empty = time.perf_counter()
+        asks = num_asks(
+            [
+                *((at, ASK_S) for at in [*(at for at, _ in told), queue_is_empty]),
+                *((at, ASK_IN_NODE_S) for at in progress),
+            ]
+        )
         if seed:  # the first one loads from files
             runs.append((seconds, len(result.executed), len(told), asks))
     messages = [message for _, message in told]

@@ -42,18 +42,28 @@ export function makeAsker(fetchReport, { show, fail }) {
 }
 
 /**
- * Return a function that calls another one after a while, once for all calls meanwhile.
- * @param {() => void} call
- * @param {number} milliseconds
+ * Return a function that asks after a while, once for all who want that meanwhile: when the first of them may wait no
+ * longer, for what any of them wants.
+ * @param {(parts: string[]) => void} ask
+ * @returns {(milliseconds: number, parts?: string[]) => void}
  */
-export function makeSoon(call, milliseconds) {
-  let isWaiting = false;
-  return () => {
-    if (isWaiting) return;
-    isWaiting = true;
-    setTimeout(() => {
-      isWaiting = false;
-      call();
+export function makeSoon(ask) {
+  /** @type {Set<string>} */
+  const wanted = new Set();
+  let due = Infinity;
+  /** @type {ReturnType<typeof setTimeout> | undefined} */
+  let timer;
+  return (milliseconds, parts = []) => {
+    for (const part of parts) wanted.add(part);
+    const wish = performance.now() + milliseconds;
+    if (wish >= due) return;
+    due = wish;
+    clearTimeout(timer);
+    timer = setTimeout(() => {
+      due = Infinity;
+      const all = [...wanted];
+      wanted.clear();
+      ask(all);
     }, milliseconds);
   };
 }

@@ -32,17 +32,15 @@ export const live = makeLiveReport(fetchReport, (error) => {
   notify({ severity: "warn", summary: text("notice.no_report"), detail: text("notice.no_report_why", { reason: reasonOf(error) }) });
 });
 // A loader's own report does not know what is loaded: ComfyUI loads a model when another node needs it.
-const askSoon = makeSoon(() => void live.ask(), ASK_MS);
-const askWithDevices = makeSoon(() => void live.ask({ more: ["devices"] }), ASK_MS);
-const askInNode = makeSoon(() => void live.ask(), ASK_IN_NODE_MS);
+const askWithin = makeSoon((more) => void live.ask({ more }));
 
 /** Ask for the report whenever the server tells of something; never while it is silent. */
 export function followServer() {
-  api.addEventListener("highwater.memory", askSoon);
+  api.addEventListener("highwater.memory", () => askWithin(ASK_MS));
   // Long nodes tell how far they are; runs that compute nothing anew tell only that the queue is empty again.
-  api.addEventListener("progress", askInNode);
+  api.addEventListener("progress", () => askWithin(ASK_IN_NODE_MS));
   api.addEventListener("status", ({ detail }) => {
-    if (!(detail?.exec_info?.queue_remaining > 0)) askSoon();
+    if (!(detail?.exec_info?.queue_remaining > 0)) askWithin(ASK_MS);
   });
 }
 
@@ -105,7 +103,7 @@ export async function change(summary, path, body, tell) {
     notify({ severity: "error", summary, detail: reasonOf(error) });
     return false;
   } finally {
-    askWithDevices();
+    askWithin(ASK_MS, ["devices"]);
   }
 }
 

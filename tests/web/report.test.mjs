@@ -56,17 +56,27 @@ test("a failure rejects nothing and is told once, until an answer came", async (
   assert.deepEqual(done, ["no server", [3, answer({ components: 3 })], "gone again"]);
 });
 
-test("calls meanwhile are one call, and the next is another", async () => {
-  let calls = 0;
-  const soon = makeSoon(() => (calls += 1), 5);
-  soon();
-  soon();
-  assert.equal(calls, 0);
-  await new Promise((resolve) => setTimeout(resolve, 20));
-  assert.equal(calls, 1);
-  soon();
-  await new Promise((resolve) => setTimeout(resolve, 20));
-  assert.equal(calls, 2);
+test("what is wanted meanwhile is one question, when the first may wait no longer", (context) => {
+  context.mock.timers.enable({ apis: ["setTimeout"] });
+  let now = 0;
+  context.mock.method(performance, "now", () => now);
+  const pass = (milliseconds) => ((now += milliseconds), context.mock.timers.tick(milliseconds));
+  const asked = [];
+  const soon = makeSoon((parts) => asked.push([now, parts]));
+  soon(1000);
+  pass(300);
+  soon(200, ["devices"]);
+  soon(200);
+  pass(100);
+  soon(200); // the one before is due already
+  assert.deepEqual(asked, []);
+  pass(100);
+  assert.deepEqual(asked, [[500, ["devices"]]]);
+  pass(2000);
+  assert.equal(asked.length, 1, "the question before has told the first one, too");
+  soon(200);
+  pass(200);
+  assert.deepEqual(asked[1], [2700, []]);
 });
 
 test("one question serves all readers, each as long as it reads", async () => {
