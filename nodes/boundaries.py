@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
@@ -60,7 +60,11 @@ class Boundaries:
     """Follows one run at a time, as ComfyUI runs one; creates the manager only for a run that needs it."""
 
     def __init__(
-        self, server: Any, add_handler: Callable[[Boundaries], None], attach: Callable[[], None] = lambda: None
+        self,
+        server: Any,
+        add_handler: Callable[[Boundaries], None],
+        attach: Callable[[], None] = lambda: None,
+        note_result: Callable[[str, Iterable[Any]], None] = lambda result, slots: None,
     ) -> None:
         """Follow the runs of a server.
 
@@ -68,10 +72,12 @@ class Boundaries:
             server: the host's ``PromptServer``: its queue is read, its websocket written.
             add_handler: makes the host call `node_started` and `node_ended` for the nodes of this run.
             attach: makes the manager see the models that the host moves itself.
+            note_result: takes what a node gives, by output, and what follows from it.
         """
         self.server = server
         self.add_handler = add_handler
         self.attach = attach
+        self.note_result = note_result
         self.manager: MemoryManager | None = None
         self.run_id: str | None = None
         self.workflow_id: str | None = None
@@ -143,6 +149,16 @@ class Boundaries:
         self.loaders.note_computed(digest, shown, self.workflow_id, self.manager.shown_components())
         self.manager.begin_node(shown, title_of(node), workflow_id=self.workflow_id)
         self.foresee()
+
+    @quietly("events")
+    def result_came(self, node_id: str, slots: Iterable[Any]) -> None:
+        """The open node has computed this: it shows which models are its own."""
+        result = self.digests.get(node_id)
+        prompt = self.forecast.prompts.get(self.run_id or "")
+        if result is None or prompt is None or node_id != self.open_node:
+            return
+        if self.loaders.trace(result, (self.digests.get(source, "") for source in prompt.links[node_id])):
+            self.note_result(result, slots)
 
     @quietly("node_boundaries")
     def node_ended(self, node_id: str) -> None:
@@ -247,7 +263,7 @@ def install(server: Any) -> None:
     Args:
         server: the host's ``PromptServer``.
     """
-    boundaries = Boundaries(server, add_handler, attach_to_core)
+    boundaries = Boundaries(server, add_handler, attach_to_core, note_core_result)
     installed.append(boundaries)
     try:
         from comfy_api.latest import Caching, ComfyAPISync
@@ -256,9 +272,11 @@ def install(server: Any) -> None:
         return
 
     class RunBoundaries(Caching.CacheProvider):
-        """Caches nothing; is told when prompts begin and end."""
+        """Caches nothing; is told when prompts begin and end, and what nodes give."""
 
         def should_cache(self, context: Any, value: Any = None) -> bool:
+            if value is not None:
+                boundaries.result_came(context.node_id, value.outputs)
             return False
 
         async def on_lookup(self, context: Any) -> None:
@@ -295,6 +313,13 @@ def attach_to_core() -> None:
 
     attach_to_core()
     observe_core()
+
+
+def note_core_result(result: str, slots: Iterable[Any]) -> None:
+    """Note which of core's models are in what a node gives."""
+    from .host import note_result
+
+    note_result(result, slots)
 
 
 def add_handler(boundaries: Boundaries) -> None:

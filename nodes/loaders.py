@@ -2,11 +2,12 @@
 
 [Note: loaders] ComfyUI loads a model when another node needs it, keeps results of nodes between prompts, and names no
 node of what its own loaders read. So the components of a node are, the first that there are of: those that carry its
-id and its workflow; those of the node that computed the same result; those that no node of the workflow claims and
-that are called like the file that it names. ComfyUI leaves no file's name with some models (of *Load ControlNet Model*,
-*Load CLIP Vision*): where there is one such model of a kind, and one loader that gives that kind and has none, they
-belong together. A host may keep results of a node's earlier inputs, and their models: of the components that carry a
-node's id, those count that came while it computed what it gives now.
+id and its workflow; those of the node that computed the same result; those that came in its result first, and those
+that no node of the workflow claims, that are called like the file that it names, and whose result was not seen. Of what
+has no file's name either (of GGUF loaders, *Load ControlNet Model*, *Load CLIP Vision*): where there is one model of a
+kind, and one loader that gives that kind and has none, they belong together. A host may keep results of a node's
+earlier inputs, and their models: of the components that carry a node's id, those count that came while it computed what
+it gives now.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Loaders:
         """What a node computed last."""
         self.made_for: dict[str, str] = {}
         """Component -> what its node computed when it came; without those that came since a node began last."""
+        self.traced: dict[str, None] = {}
+        """Digests of results of which it is known in which result each of their models came first."""
 
     def read(self, prompt: PromptGraph) -> None:
         """Take the loaders of a prompt that begins; those that its workflow has no more are forgotten."""
@@ -71,6 +74,19 @@ class Loaders:
         self.made_for = {component.id: self.digest_of(component) for component in components}
         remember(self.computed_at, digest, (node_id, workflow_id))
         remember(self.last_digests, (node_id, workflow_id), digest)
+
+    def trace(self, digest: str, sources: Iterable[str]) -> bool:
+        """Return whether what came in no earlier result came in this one first.
+
+        Args:
+            digest: of what a node has computed.
+            sources: the digests of what it was given. Where one of them was computed before anyone looked, a model in
+                this result may be of that one.
+        """
+        is_traced = all(source in self.traced for source in sources)
+        if is_traced:
+            remember(self.traced, digest, None)
+        return is_traced
 
     def digest_of(self, component: KnownComponent) -> str:
         """Return what a component's node computed when it came; "" where that is not known."""
@@ -95,7 +111,10 @@ class Loaders:
         owned = known.by_node.get(place) or known.by_node.get(source)
         if owned is None:
             named = [component for name in giver.names for component in known.by_file.get(name, ())]
-            owned = [component for component in named if not is_claimed(component, place, givers)]
+            owned = [
+                *known.by_result.get(giver.digest, ()),
+                *(part for part in named if not part.result and not is_claimed(part, place, givers)),
+            ]
         else:
             owned = [component for component in owned if self.digest_of(component) == giver.digest] or owned
         return list(dict.fromkeys(component.id for component in owned))
@@ -110,13 +129,13 @@ def is_claimed(component: KnownComponent, place: Place, givers: dict[Place, Give
 
 
 def unnamed_of(givers: Mapping[Place, Giver], owned: Mapping[Place, Sequence[str]], known: Known) -> dict[Place, str]:
-    """Return the components without their file's name that belong to loaders without a component of that kind.
+    """Return the components without a file's name or a result that belong to loaders without a component of that kind.
 
     Equal loaders, as in two workflows, have one model. Where there are several, nothing tells which is whose.
     """
     by_kind: dict[str, list[str]] = {}
     for component in known.by_id.values():
-        if not component.names_file and component.node_id is None:
+        if not component.names_file and component.node_id is None and not component.result:
             by_kind.setdefault(component.kind, []).append(component.id)
     found = {}
     for kind, ids in by_kind.items():

@@ -25,6 +25,8 @@ class KnownComponent:
     workflow_id: str | None
     names_file: bool = True
     """Whether it is called like the file that it was loaded from; else like its class."""
+    result: str = ""
+    """What the host calls the result of a node in which it showed the component first; "" where it does not tell."""
 
 
 class Forecast:

@@ -26,6 +26,8 @@ class ObservedModel(ABC):
     kind: str
     names_file: bool = True
     """Whether ``name`` is that of its file; else of its class."""
+    result: str = ""
+    """The result of a node in which the host showed it first (`KnownComponent.result`)."""
     last_use_s: float | None = None
     """When a node ended that used it; None: no node did since the manager sees it, or the host does not tell."""
     last_load: object = None
@@ -101,6 +103,7 @@ class Observed:
                 node_id=None,
                 workflow_id=None,
                 names_file=model.names_file,
+                result=model.result,
             )
             for name, model in self.named()
         ]

@@ -98,6 +98,7 @@ class Reporter:
                     node_id=node_id,
                     workflow_id=workflow_id,
                     names_file=other.names_file,
+                    result=other.result,
                 )
             )
         return [*ours, *steered, *self.capacity.kept.known()]

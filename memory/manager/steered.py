@@ -40,6 +40,8 @@ class SteeredComponent(ABC):
     """Whether a profile can limit its bytes."""
     names_file = True
     """Whether its name is that of its file; else of its class."""
+    result: str = ""
+    """The result of a node in which the host showed it first (`KnownComponent.result`)."""
 
     def __init__(self, name: str, kind: str, *, node_id: str | None = None, workflow_id: str | None = None) -> None:
         self.name = name

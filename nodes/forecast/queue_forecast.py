@@ -227,6 +227,7 @@ class Known:
         self.by_id: dict[str, KnownComponent] = {}
         self.by_file: dict[str, list[KnownComponent]] = {}
         self.by_node: dict[tuple[str, str | None], list[KnownComponent]] = {}
+        self.by_result: dict[str, list[KnownComponent]] = {}
         for component in components:
             self.by_id[component.id] = component
             group = NUMBERED.sub("", component.id.partition("/")[0])
@@ -234,3 +235,5 @@ class Known:
                 self.by_file.setdefault(name, []).append(component)
             if component.node_id is not None:
                 self.by_node.setdefault((component.node_id, component.workflow_id), []).append(component)
+            if component.result:
+                self.by_result.setdefault(component.result, []).append(component)

@@ -22,6 +22,7 @@ __all__, __getattr__ = lazy_names(
         ],
         "keeping": ["keep", "release", "seeing_loaded_models"],
         "managing": ["manage_clip", "manage_model", "manage_vae"],
+        "node_results": ["note_result"],
         "observing": ["observe_core"],
         "patcher": ["HighwaterPatcher"],
         "verifying": ["verify_clip", "verify_model", "verify_vae"],

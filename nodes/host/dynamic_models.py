@@ -21,6 +21,7 @@ from .core_fields import recorded_dtype
 from .core_loading import ByModel, entry_of, is_needed_by_load, listed, unload
 from .hosted import is_cpu
 from .model_names import content_of, name_of
+from .node_results import result_of
 
 __all__ = ["attach_to_core", "core_memory", "dynamic_model_of", "is_dynamic", "kind_of"]
 
@@ -36,6 +37,7 @@ class DynamicModel(SteeredComponent):
     def __init__(self, model: torch.nn.Module, name: str, kind: str, content: Hashable | None = None) -> None:
         super().__init__(name, kind)
         self.names_file = name != type(model).__name__
+        self.result = result_of(model)
         self.read_from = content
         self.by_dtype = count_by_dtype(model)
         self.model_ref = weakref.ref(model)

@@ -24,7 +24,7 @@ class CoreModel(ObservedModel):
     def __init__(self, model: torch.nn.Module, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
         self.counts = UnmanagedModel(model, name, kind)
-        self.names_file = self.counts.names_file
+        self.names_file, self.result = self.counts.names_file, self.counts.result
         self.weight_bytes = int(self.counts.describe()["weight_bytes"])
 
     def device_bytes(self) -> Mapping[str, int]:

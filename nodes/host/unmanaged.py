@@ -23,6 +23,7 @@ from . import aimdo
 from .core_fields import NOTE
 from .core_loading import ByModel, entry_of, is_needed_by_load, loading, set_callbacks, unload
 from .hosted import Request, is_cpu
+from .node_results import result_of
 
 __all__ = ["UnmanagedModel", "is_unmanaged", "leave_to_core", "see_model", "while_core_loads"]
 
@@ -55,6 +56,7 @@ class UnmanagedModel(SteeredComponent):
     def __init__(self, model: torch.nn.Module, name: str, kind: str) -> None:
         super().__init__(name, kind)
         self.names_file = name != type(model).__name__
+        self.result = result_of(model)
         self.model_ref = weakref.ref(model)
         self.reason = ""
         self.runs = False

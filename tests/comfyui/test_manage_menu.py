@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from highwater.tests.comfyui.graphs import CASES, Graph, Link, Loaders, sample_flux
+from highwater.tests.comfyui.graphs import CASES, Graph, Link, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.page_script import PageScript
 
@@ -90,6 +90,48 @@ def test_loaders_that_leave_no_files_name_with_their_model_show_it(engine: str, 
         assert result.outcome == "success", result.brief_error
         # What is asked of one makes the manager see all of them as models that core moves.
         host.post("/highwater/keep", {"component": assert_shown(host), "keep": True})
+        assert_shown(host)
+
+
+@pytest.mark.parametrize("engine", ["core", "dynamic"])
+def test_each_of_several_loaders_shows_its_own_model(engine: str, request: pytest.FixtureRequest) -> None:
+    """Two GGUF models and two ControlNets, called like their classes: each is on the badge of the node that read it."""
+    graph = Graph()
+    small = graph.add("TestGGUFModel", unet_name="tiny_flux.safetensors")
+    large = graph.add("TestGGUFModel", unet_name="wide_flux.safetensors")
+    graph.keep(sample_flux(graph, lora(graph, small, 1.0)), "small")
+    latent = sample_flux(graph, large)
+    graph.keep(latent, "large")
+
+    def shown(host: HostProcess) -> list[list[str]]:
+        rows = {row["node_id"]: row["components"] for row in host.part("loaders")}
+        return [rows.get(link[0], []) for link in (small, large)]
+
+    def assert_shown(host: HostProcess) -> str:
+        """Check what both show; returns the id of the large model."""
+        parts = {part["id"]: part for part in host.part("components")}
+        (first,), (second,) = shown(host)
+        assert parts[first]["total_bytes"] < 10e6 < 90e6 < parts[second]["total_bytes"]
+        return second
+
+    def run(host: HostProcess) -> None:
+        result = host.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+
+    with request.getfixturevalue("start_gpu_host" if engine == "core" else "start_dynamic_host")() as host:
+        run(host)  # no node of ours: nobody looked
+        graph.add("HighwaterMemoryReport", after=latent)
+        run(host)
+        assert shown(host) == [[], []], "the loaders' results are of the run before: nothing tells which is whose"
+        host.forget()
+        run(host)
+        # What is asked of one makes the manager see it as a model that core moves.
+        host.post("/highwater/keep", {"component": assert_shown(host), "keep": True})
+        host.post("/highwater/keep", {"component": assert_shown(host), "keep": False})
+        # A LoRA of another strength is a new result with the same model.
+        loader = next(node for node in graph.nodes.values() if node["class_type"].startswith("LoraLoader"))
+        loader["inputs"]["strength_model"] = 0.5
+        run(host)
         assert_shown(host)
 
 

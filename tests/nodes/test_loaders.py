@@ -108,6 +108,39 @@ def test_of_several_models_or_loaders_of_a_kind_nothing_tells_which_is_whose() -
     assert shown(equal, unnamed("ControlNet")) == {"1": ["ControlNet"], "2": ["ControlNet"]}
 
 
+def came_in(prompt: PromptGraph, node_id: str, id: str, kind: str = "control", **fields: bool) -> KnownComponent:
+    """Return a component that the host showed in a node's result."""
+    result = prompt.digests[node_id]
+    return KnownComponent(id=id, name=id, kind=kind, node_id=None, workflow_id=None, result=result, **fields)
+
+
+def test_a_loader_shows_what_came_in_its_result_whatever_it_is_called() -> None:
+    other = {**CONTROL, "inputs": {"control_net_name": "depth.safetensors"}}
+    graph = {"1": CONTROL, "2": other, "3": CORE, "4": CORE, **applied("1", "2")}
+    prompt = PromptGraph(graph, workflow_id="w")
+    parts = [
+        came_in(prompt, "2", "ControlNet", names_file=False),
+        came_in(prompt, "1", "ControlNet#2", names_file=False),
+        came_in(prompt, "3", "flux", "diffusion"),
+    ]
+    equal = {"3": ["flux"], "4": ["flux"]}
+    assert shown(graph, *parts) == {"1": ["ControlNet#2"], "2": ["ControlNet"], **equal}
+    assert shown(graph, *parts, workflow=None) == {"1": ["ControlNet#2"], "2": ["ControlNet"], **equal}
+    # The same file, read with another dtype, is another model.
+    changed = {"3": {**CORE, "inputs": {**CORE["inputs"], "weight_dtype": "fp8_e4m3fn"}}}
+    assert shown(changed, *parts) == {}
+    assert shown({"1": {**CONTROL, "inputs": {"control_net_name": "new.safetensors"}}, **applied("1")}, *parts) == {}
+
+
+def test_what_came_before_anyone_looked_may_be_in_a_later_result() -> None:
+    loaders = Loaders()
+    assert not loaders.trace("lora", ["a loader that did not run"])
+    assert not loaders.trace("lora on lora", ["lora", "text"])
+    assert loaders.trace("loader", [])
+    assert loaders.trace("text", [])
+    assert loaders.trace("lora on loader", ["loader", "text"])
+
+
 def test_what_passes_a_model_on_or_manages_it_is_not_its_loader() -> None:
     lora = {"class_type": "LoraLoaderModelOnly", "inputs": {"lora_name": "a.safetensors", "model": ["1", 0]}}
     graph = {"1": CORE, "2": lora, "3": {"class_type": "KSampler", "inputs": {"model": ["2", 0]}}}
