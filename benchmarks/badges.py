@@ -2,8 +2,8 @@
 
 The run is the demo's: the tiny Flux in 4 steps on a simulated device, after a first one, so that nothing is loaded from
 files. The time of each part, and of the run, is CPU time of this process, the smallest of many; how often each part
-comes in a run is counted. The page asks some time after a message, and once a second while a node reports its progress: once
-for all that came meanwhile. An answer is timed with everything that aiohttp does for it; another process asks,
+comes in a run is counted. The page asks some time after a message, and once a second while a node reports its progress:
+once for all that came meanwhile. An answer is timed with everything that aiohttp does for it; another process asks,
 over one connection, as a browser does. Nothing of that happens while nothing runs; the last row counts. The ratio is of
 the badges alone: the panel is closed until a user opens it, and then asks as often, for more.
 """

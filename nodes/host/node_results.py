@@ -1,4 +1,4 @@
-"""In which node's result each of the host's models came first: nothing else tells whose a model without a file's name is."""
+"""In which node's result each of core's models came first: nothing else tells it of a model without a file's name."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import pytest
 
 from highwater.benchmarks.badges import num_asks
 
-
 SOON, LATER = 0.2, 1.0
 
 
