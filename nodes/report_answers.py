@@ -1,4 +1,4 @@
-"""The report and its events as pages and programs ask for them: in parts, the newest entries, and without folders."""
+"""What pages and programs get of the report and its events: the parts that they ask for, newest entries, no folders."""
 
 from __future__ import annotations
 

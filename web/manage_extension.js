@@ -1,5 +1,5 @@
 // @ts-check
-// Adds "Manage with Highwater" to the menu of nodes whose models nobody manages. Registers only; see manage_menu.js.
+// Adds "Manage with Highwater" to the menu of nodes whose models no node of ours manages. Registers only; see manage_menu.js.
 import { app } from "../../scripts/app.js";
 import { insertManagers, outputsToManage } from "./manage_menu.js";
 import "./page_texts.js";

@@ -37,7 +37,7 @@ class Mark:
     share: float | None = None
     """From 0 to 1."""
     text: str = field(default="", compare=False)
-    """As a user wrote it, without blanks, such as ``8GB`` or ``10%``; empty where nobody did."""
+    """As a user wrote it, without blanks, such as ``8GB`` or ``10%``; empty for one that no user wrote."""
 
     def of(self, total_bytes: int) -> int:
         """Return the bytes that it means for a device with so many."""

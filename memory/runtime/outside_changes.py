@@ -195,7 +195,7 @@ class OutsideChanges:
     def is_lending(self, slots: Iterable[ParameterSlot]) -> bool:
         """Whether another component's module holds any of these weights.
 
-        Modules that other code took out of ours hold weights, too, but belong to nobody.
+        Modules that other code took out of ours hold weights, too, but are in no component.
         """
         own = set(self.module.modules())
         outside = {id(part) for slot in slots for part, _ in slot.owners if part not in own}

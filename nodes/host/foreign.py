@@ -42,7 +42,7 @@ class JoinedPatcher(HighwaterPatcher):
         return clone  # type: ignore[no-any-return]
 
     def write_patch(self, key: str, weight: HostedWeight, device: torch.device) -> None:
-        """Let the other pack hang patches on a packed weight: its bytes stay as they are."""
+        """Have the other pack hang its patches on a packed weight, whose bytes stay as they are."""
         if not weight.is_packed:
             super().write_patch(key, weight, device)
             return

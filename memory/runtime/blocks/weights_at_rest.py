@@ -240,7 +240,7 @@ class WeightsAtRest:
         self.past_writes += before - self.version  # nothing has changed yet
 
     def give_up_sharing(self) -> None:
-        """Give the weights up without a slab of their own: whoever unpacks them copies them."""
+        """Give the weights up without a slab of their own: unpacking copies them."""
         self.sharing = None
 
     def remember_on_meta(self) -> None:
