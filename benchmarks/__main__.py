@@ -27,6 +27,7 @@ CASES = (
     "overhead",
     "overlap",
     "streaming",
+    "tiers",
 )
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "diffusers", "safetensors")

@@ -17,10 +17,33 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from highwater.memory.weights.module_component import component_from_module
 
-__all__ = ["SHAPES", "Layer", "Shape", "Stretch", "child_of_stack", "outermost_number", "record_shape"]
+__all__ = [
+    "SDXL_UNET",
+    "SHAPES",
+    "Layer",
+    "Shape",
+    "Stretch",
+    "child_of_stack",
+    "on_meta",
+    "outermost_number",
+    "record_shape",
+]
 
 NUMBERED = re.compile(r"(.*?\.\d+)(?:\.|$)")
 CHILD_OF_STACK = re.compile(r"([^.]+\.\d+)(?:\.|$)")
+SDXL_UNET: Mapping[str, Any] = {
+    "sample_size": 128,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "block_out_channels": (320, 640, 1280),
+    "cross_attention_dim": 2048,
+    "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,26 +219,13 @@ def sdxl() -> Shape:
     """The UNet of Stable Diffusion XL at 1024x1024, with and without prompt in one batch; unequal blocks."""
     from diffusers import UNet2DConditionModel
 
-    config = {
-        "sample_size": 128,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "block_out_channels": (320, 640, 1280),
-        "cross_attention_dim": 2048,
-        "attention_head_dim": (5, 10, 20),
-        "transformer_layers_per_block": (1, 2, 10),
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-    }
     inputs = {
         "sample": empty(2, 4, 128, 128),
         "timestep": empty(1),
         "encoder_hidden_states": empty(2, 77, 2048),
         "added_cond_kwargs": {"text_embeds": empty(2, 1280), "time_ids": empty(2, 6)},
     }
-    return record_shape("SDXL UNet", on_meta(lambda: UNet2DConditionModel(**config)), inputs)
+    return record_shape("SDXL UNet", on_meta(lambda: UNet2DConditionModel(**SDXL_UNET)), inputs)
 
 
 SHAPES: Iterable[Callable[[], Shape]] = (flux, wan, sdxl)

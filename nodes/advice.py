@@ -93,10 +93,10 @@ def on_cpu(run: LastRun) -> Iterator[Advice]:
 
 def reads(run: LastRun, streaming: list[tuple[Part, Share]]) -> Iterator[Advice]:
     for part, share in streaming:
-        if part.tier == "disk":
-            amount = format_bytes(share.streamed_bytes)
+        if share.read_bytes:
+            amount = format_bytes(share.read_bytes)
             change = keep_in_ram(run, part) or stream_less(run, part, share)
-            lack = format_bytes(max(0, part.total_bytes - run.ram_bytes))
+            lack = format_bytes(max(0, part.total_bytes - part.ram_bytes - run.ram_bytes))
             yield (
                 of_run(run, "read", amount=amount, **in_blocks(part, share)),
                 change or say("ram_lacks", lack=lack, name=short_name(part.id)),

@@ -2,12 +2,13 @@
 
 [Note: hearing of free] ``/free`` only sets flags on the queue. The host's worker takes them when no prompt runs,
 unloads its models and forgets all results. It calls no cache provider and no progress handler then, and a model of ours
-that leaves does not know why. While a prompt runs the flags are read where it ends (`host/waiting_queue.py`). Between prompts the worker takes them at once, so the request itself is heard, by ``on_response_prepare`` of
-the server's application: aiohttp's public signal for those who only listen. Nothing of the host's is replaced or
-wrapped, as a middleware of ours would wrap each of its handlers: the answer is made by then, and is sent as it is. Like
-all of an application's signals it is complete when the server starts; packs are loaded before that. Not heard: another
-pack that sets the flags between prompts without this address; what is kept then leaves with the next ``/free``, or when
-RAM is short.
+that leaves does not know why. While a prompt runs the flags are read where it ends (`host/waiting_queue.py`). Between
+prompts the worker takes them at once, so the request itself is heard, by ``on_response_prepare`` of the server's
+application: aiohttp's public signal for those who only listen. Nothing of the host's is replaced or wrapped, as a
+middleware of ours would wrap each of its handlers: the answer is made by then, and is sent as it is. Like all of an
+application's signals it is complete when the server starts; packs are loaded before that. Not heard: another pack that
+sets the flags between prompts without this address; what is kept then leaves with the next ``/free``, or when RAM is
+short.
 """
 
 from __future__ import annotations

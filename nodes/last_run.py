@@ -25,6 +25,7 @@ class Share:
     num_blocks: int
     num_streamed: int
     streamed_bytes: int
+    read_bytes: int
     staging_bytes: int
     whole_bytes: int
     """What it takes of the device if all of its blocks are resident."""
@@ -76,6 +77,11 @@ class Part:
             return self.shares[0].device
         found = DEVICE.search(self.placement)
         return found[0] if found is not None else ""
+
+    @property
+    def ram_bytes(self) -> int:
+        """What it takes of the RAM now."""
+        return self.held_bytes.get("pinned", 0) + self.held_bytes.get("host", 0)
 
     @property
     def is_managed(self) -> bool:
@@ -205,6 +211,7 @@ def read_share(row: Mapping[str, Any]) -> Share:
         num_blocks=count(row, "blocks"),
         num_streamed=count(row, "streamed_blocks"),
         streamed_bytes=count(row, "streamed_bytes"),
+        read_bytes=count(row, "read_bytes"),
         staging_bytes=count(row, "staging_bytes"),
         whole_bytes=sum(count(row, name) for name in weights),
         limit_bytes=count(row, "limit_bytes"),

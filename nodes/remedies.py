@@ -106,12 +106,13 @@ def place_elsewhere(part: Part, room: Room, num_bytes: int) -> Text:
 
 def keep_in_ram(run: LastRun, part: Part) -> Text | None:
     """Return what keeps a component in RAM that is read from its file; None where the RAM is too small."""
-    name, free = short_name(part.id), format_bytes(run.ram_bytes)
-    if 0 < part.total_bytes <= run.ram_bytes:
+    ram_bytes = run.ram_bytes + part.ram_bytes
+    name, free = short_name(part.id), format_bytes(ram_bytes)
+    if 0 < part.total_bytes <= ram_bytes:
         placement = f"{part.device}:pinned" if part.total_bytes <= run.lockable_bytes else f"{part.device}:host"
         need = format_bytes(part.total_bytes)
         return say("keep_in_ram", placement=placement, name=name, need=need, free=free)
-    if 0 < part.encoded_bytes <= run.ram_bytes:
+    if 0 < part.encoded_bytes <= ram_bytes:
         return say("fp8_in_ram", name=name, need=format_bytes(part.encoded_bytes), free=free)
     return None
 

@@ -91,6 +91,7 @@ SHARE = record(
         "fixed_bytes": BYTES,
         "resident_bytes": BYTES,
         "streamed_bytes": BYTES,
+        "read_bytes": BYTES,
         "staging_bytes": BYTES,
         "scratch_bytes": BYTES,
         "device_bytes": BYTES,
@@ -108,6 +109,7 @@ COMPONENT_PLAN = {
     "tier": NAME,
     "host_bytes": BYTES,
     "pinned_bytes": BYTES,
+    "file_bytes": BYTES,
     "placement": NAME,
     "shares": listed(SHARE),
 }

@@ -7,14 +7,14 @@ import { shortBytes } from "./units.js";
 /**
  * One execution of a node, and one part of a model now, as the report has them; bytes by place. Places are devices
  * ("gpu:0") and where weights rest in RAM ("pinned", "host").
- * @typedef {{ device: string, blocks: number, resident_blocks: number, streamed_blocks: number }} Share
+ * @typedef {{ device: string, blocks: number, resident_blocks: number, streamed_blocks: number, read_bytes: number }} Share
  *   what a part was planned to have on a device
  * @typedef {{ node_id: string, workflow_id: string | null, seconds: number, weights_bytes: Record<string, number>,
  *   activation_bytes: Record<string, number>, staging_bytes: Record<string, number>, bytes_moved: number,
  *   waited_s: number, uncounted: string[] }} NodeReport
  * @typedef {{ id: string, precision: string, engine: string, in_effect: boolean, tiers: Record<string, number>,
  *   staging_bytes: Record<string, number>, total_bytes: number | null, bytes_moved: number | null,
- *   waited_s: number | null, plan: { tier?: string, shares?: Share[], reasons?: string[] } }} ComponentReport
+ *   waited_s: number | null, plan: { tier?: string, file_bytes?: number, shares?: Share[], reasons?: string[] } }} ComponentReport
  * @typedef {{ node_id: string, workflow_id: string | null, components: string[] }} Loader
  *   a node, and the ids of the parts that it shows
  * @typedef {{ id: string | number, graph?: GraphLike | null, subgraph?: GraphLike }} NodeLike

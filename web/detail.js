@@ -61,7 +61,11 @@ function detailOfPart(part) {
   const inBlocks = blocks > 0 ? [text("detail.blocks", { resident, blocks, streamed })] : [];
   const { pinned, host } = part.tiers;
   const inRam = [...(pinned ? [text("detail.pinned", { amount: shortBytes(pinned) })] : []), ...(host ? [`RAM: ${shortBytes(host)}`] : [])];
-  const onDisk = part.plan.tier === "disk" ? [text("detail.from_file")] : [];
+  const read = (part.plan.shares ?? []).reduce((all, share) => all + share.read_bytes, 0);
+  const onDisk = [
+    ...(part.plan.file_bytes ? [text("detail.in_file", { amount: shortBytes(part.plan.file_bytes) })] : []),
+    ...(read > 0 ? [text("detail.from_file", { amount: shortBytes(read) })] : []),
+  ];
   const moved =
     part.bytes_moved === null
       ? []

@@ -46,8 +46,9 @@ class CommonWeights:
         packing = newcomer.managed.packing
         wanted: dict[tuple[Origin | None, ...], WeightGroup] = {}
         for share in packing.shares:
-            for group in share.groups if share.copies is not None and packing.plan.tier != "disk" else ():
-                origins = find_origins(group, newcomer.origins) if group.at_rest.store is None else ()
+            for group in share.groups if share.copies is not None else ():
+                is_new = group.at_rest.store is None and group.name not in packing.plan.in_file
+                origins = find_origins(group, newcomer.origins) if is_new else ()
                 if origins and all(origins) and is_plain(group):
                     wanted[origins] = group
         found: dict[WeightGroup, HostSlab] = {}
@@ -68,9 +69,9 @@ class CommonWeights:
     def lendable(self, member: Member) -> Iterator[WeightGroup]:
         """Yield the groups of a member whose slabs have what files have, and that other code has no hold of."""
         packing = member.managed.packing
-        if not member.shares_files or packing.plan.tier == "disk":
+        if not member.shares_files:
             return
-        for group in packing.groups:
+        for group in [group for group in packing.groups if group.name not in packing.plan.in_file]:
             at_rest = group.at_rest
             is_known = bool(at_rest.origins) and all(at_rest.origins) and not packing.written.may_be_written(group)
             if is_known and is_plain(group) and not at_rest.aliases and not at_rest.has_given_back:

@@ -304,7 +304,7 @@ class LiveCapacity:
             evicts: whether the bytes of idle components count as available.
             spares: but not those that the member streams past ([Note: streaming past] in `policies/newcomer.py`).
             in_pass: a pass of the member ends: what its tensors still take counts as available.
-            given: what other processes might give of devices counts as available, too.
+            given: what other processes or the newcomers themselves might give of devices counts as available, too.
         """
         is_hosted = member.is_hosted if member is not None else is_hosted
         capacities = []

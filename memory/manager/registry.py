@@ -282,16 +282,19 @@ class Registry:
         kinds = {member.name: member.managed.component.kind for member in members}
         asked, placement = placement, self.sharing.keep_together(placement, kinds, ids, shared)
         locked = sum(member.managed.packing.books.taken["pinned"] for member in members)
+        # What rests in part in its file gets what RAM has beside the others: what it takes now is part of that.
+        ledger, mixed = self.capacity.ledger, [member for member in members if member.managed.plan.in_file]
+        ours = sum(ledger.held(member.id, tier) for member in mixed for tier in ("pinned", "host"))
         planned = plan_modules(
             modules,
-            self.capacity.machine(None, freed_bytes=locked),
+            self.capacity.machine(None, freed_bytes=locked, given={"cpu": ours}),
             placement=placement,
             profile=profile,
             precision=precision,
             kinds=kinds,
             sources=sources,
             patterns=next((member.patterns for member in members), None),
-            in_file=[member.name for member in members if member.managed.plan.tier == "disk"],
+            in_file=[member.name for member in members if member.managed.plan.in_file],
             shared={member.name: shared[member.id] for member in members if member.id in shared},
         )
         components, plan = planned.components, planned.plan

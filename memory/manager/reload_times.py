@@ -25,10 +25,13 @@ class ReloadTimes:
         """Return the seconds per byte of a member; None where a speed that they depend on was not measured."""
         managed = member.managed
         plan = managed.plan
-        if plan.tier == "disk":
-            speed = managed.source.bytes_per_s if managed.source is not None else None
-            return 1 / speed if speed else None
-        return self.of_part(device, plan.pinned_bytes / plan.host_bytes if plan.host_bytes else 0.0)
+        locked = plan.pinned_bytes / plan.host_bytes if plan.host_bytes else 0.0
+        in_ram_s = self.of_part(device, locked) if plan.tier != "disk" else 0.0
+        if not plan.file_bytes or in_ram_s is None:
+            return in_ram_s
+        speed = managed.source.bytes_per_s if managed.source is not None else None
+        in_file = plan.file_bytes / plan.weight_bytes
+        return in_file / speed + (1 - in_file) * in_ram_s if speed else None
 
     def of_tiers(self, device: str, host_bytes: Mapping[str, int]) -> float | None:
         """Return the seconds per byte of what has so many bytes of RAM by tier; None where that is not known."""

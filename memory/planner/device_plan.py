@@ -25,7 +25,7 @@ from .prefetch_schedule import (
 )
 from .sizes import Sizes
 from .staging_layout import Offsets, pass_seconds
-from .workload import Workload, find_blocking, find_speeds, find_workload, in_order
+from .workload import Workload, find_blocking, find_in_file, find_speeds, find_workload, in_order
 
 __all__ = ["DevicePlan", "confirm_share", "plan_share", "same_to_the_reason"]
 
@@ -53,6 +53,8 @@ class DevicePlan:
     """The bytes of the largest block that streams."""
     streamed_bytes: int = 0
     """The bytes of all blocks that stream."""
+    read_bytes: int = 0
+    """What of these a pass reads from their file."""
     scratch_bytes: int = 0
     pass_s: float | None = None
     """What a pass is predicted to take; None where the speeds are not known."""
@@ -116,6 +118,7 @@ class DevicePlan:
             "fixed_bytes": self.fixed_bytes,
             "resident_bytes": self.resident_bytes,
             "streamed_bytes": self.streamed_bytes,
+            "read_bytes": self.read_bytes,
             "staging_bytes": self.staging_bytes,
             "scratch_bytes": self.scratch_bytes,
             "device_bytes": self.device_bytes,
@@ -134,7 +137,7 @@ def plan_share(
     profile: OffloadProfile,
     *,
     first: bool,
-    from_disk: bool = False,
+    in_file: frozenset[str] = frozenset(),
     pinned: frozenset[str] | None = None,
     block_seconds: Mapping[int, float] | None = None,
     current: DevicePlan | None = None,
@@ -144,7 +147,7 @@ def plan_share(
 
     Args:
         first: the device also holds the weights that are in no block.
-        from_disk: the weights rest in their file: the link's speed does not tell how fast they are copied.
+        in_file: the blocks that rest in their file, by name.
         pinned: the blocks that rest in page-locked memory, by name; None: all of them.
         block_seconds: what each block of the component was measured to compute, in the order in which they ran.
         current: the share that is in place; it stays if it fits, is as fast, and leaves no block's bytes unused.
@@ -174,8 +177,9 @@ def plan_share(
     left_bytes = allowed.left_bytes
     room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
     blocking = find_blocking(component, blocks, pinned)
-    speeds = None if from_disk else find_speeds(machine.device(device), sizes, blocking)
-    work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
+    files = find_in_file(component, blocks, in_file)
+    speeds = find_speeds(machine.device(device), sizes, blocking, files)
+    work = find_workload(sizes, speeds, left_bytes, blocking, files, block_seconds)
     are_known = block_seconds is not None and speeds is not None
     prefetch_blocks = choose_prefetch(profile.prefetch_blocks, times_are_known=are_known)
     in_place: Schedule | None = None
@@ -188,6 +192,7 @@ def plan_share(
         if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
             schedule = in_place
     share = stream(whole, sizes, schedule)
+    share = replace(share, read_bytes=sum(sizes[number] for number in share.streamed if number in files))
     reasons = explain_streaming(share, allowed, speeds, profile, are_known)
     pass_s = schedule.pass_s if are_known else None
     return replace(
@@ -202,7 +207,7 @@ def confirm_share(
     profile: OffloadProfile,
     *,
     first: bool,
-    from_disk: bool,
+    in_file: frozenset[str],
     pinned: frozenset[str],
     block_seconds: Mapping[int, float] | None,
     keeps_free: bool,
@@ -222,12 +227,13 @@ def confirm_share(
     blocking = find_blocking(component_sizes.component, share.blocks, pinned)
     if blocking != share.blocking or allowed.limit_bytes != share.limit_bytes:
         return None
-    speeds = None if from_disk else find_speeds(machine.device(share.device), allowed.sizes, blocking)
+    files = find_in_file(component_sizes.component, share.blocks, in_file)
+    speeds = find_speeds(machine.device(share.device), allowed.sizes, blocking, files)
     are_known = block_seconds is not None and speeds is not None
     if block_seconds is not None or share.pass_s is not None:
         sizes = {number: allowed.sizes[number] for number in in_order(share.blocks, block_seconds)}
         left_bytes = allowed.left_bytes
-        work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
+        work = find_workload(sizes, speeds, left_bytes, blocking, files, block_seconds)
         in_place = keep_in_place(share, sizes, work, left_bytes, profile)
         if in_place is None or not is_settled(share, in_place, are_known):
             return None
@@ -387,13 +393,14 @@ def explain_streaming(
 ) -> tuple[str, ...]:
     """Return why blocks of a share stream, and what that costs."""
     streamed_bytes = sum(allowed.sizes[number] for number in share.streamed)
+    read = f", {format_bytes(share.read_bytes)} of it read from its file" if share.read_bytes else ""
     speed = ""
     if speeds is not None:
         copies_s = sum(allowed.sizes[number] / speeds[number] for number in share.streamed)
         speed = f", at least {format_seconds(copies_s)} at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
     reason = (
         f"{allowed.source}: {len(share.streamed)} of {len(share.blocks)} blocks stream, "
-        f"{format_bytes(streamed_bytes)} per pass{speed}"
+        f"{format_bytes(streamed_bytes)} per pass{speed}{read}"
     )
     return (*allowed.whole.reasons, reason, *explain_staging(share, profile, are_known))
 

@@ -3,9 +3,10 @@
 [Note: host memory] Unlike the bytes of a device, which components take in turns, those of the host are taken by all
 components at once. So one decision is made for all of them: which components rest in RAM, the diffusion model first,
 because it is read in every step; and which of their parts are page-locked, streamed blocks first, because those are
-copied in every pass. Both leave free what the RAM's watermark says: what exceeds that rests in its file, or is pageable
-if it is in RAM already. A component at tier ``disk`` costs two bounce buffers per device, through which its file is
-read. Every copy of it passes through them, so they are page-locked before all else, if its profile page-locks it.
+copied in every pass. Both leave free what the RAM's watermark says: what exceeds that rests in its file (which blocks
+of a component do is decided in `mixed_tiers.py`), or is pageable if it is in RAM already. A component of which anything
+rests in its file costs two bounce buffers per device, through which that is read. Every such copy passes through them,
+so they are page-locked before all else, if its profile page-locks it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["StoreSpec", "choose_tiers", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
+KINDS_OF_STEPS = ("diffusion", "control")
 # [Note: blocking copies] in `runtime/devices/prefetch.py`.
 NOT_AHEAD = "pageable copies are synchronous and cannot be prefetched"
 
@@ -48,6 +50,12 @@ class StoreSpec:
     on_cpu: bool
     shares: tuple[DevicePlan, ...] = ()
     tier: str | None = None
+    is_short: bool = False
+    """Whether RAM does not hold all of it beside what comes first: which blocks rest in its file is still open."""
+    in_file: frozenset[str] = frozenset()
+    """What rests in its file, named as in ``pinned``; everything at tier ``disk``."""
+    file_bytes: int = 0
+    """The bytes of these."""
     pinned: frozenset[str] = frozenset()
     pinned_bytes: int = 0
     oversize_bytes: int = 0
@@ -78,8 +86,31 @@ class StoreSpec:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of RAM, page-locked or not."""
-        return self.bounce_bytes if self.tier == "disk" else self.ram_bytes
+        """The bytes of RAM, page-locked or not, with those of buffers."""
+        return self.resting_host_bytes + (self.bounce_bytes if self.in_file else 0)
+
+    @property
+    def resting_host_bytes(self) -> int:
+        """The bytes of RAM that weights rest in."""
+        return self.ram_bytes - self.file_bytes
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all that rests by itself: of the blocks, and ``""`` for the rest."""
+        return frozenset((*(block.name for block in self.component.blocks), ""))
+
+    def resting_in_file(self, names: frozenset[str], reasons: tuple[str, ...]) -> StoreSpec:
+        """Return it with what rests in its file, and why: its tier is ``disk`` if that is everything."""
+        is_all = names == self.names
+        file_bytes = sum(num_bytes for name, num_bytes, _ in self.lockable_parts() if name in names)
+        return replace(
+            self,
+            in_file=names,
+            file_bytes=self.ram_bytes if is_all else file_bytes,
+            tier="disk" if is_all else self.tier,
+            is_short=False,
+            reasons=reasons,
+        )
 
     @property
     def bounce_bytes(self) -> int:
@@ -96,10 +127,16 @@ class StoreSpec:
         kind = self.component.kind
         return KINDS_BY_USE.index(kind) if kind in KINDS_BY_USE else 0
 
+    @property
+    def has_many_passes(self) -> bool:
+        """Whether a run passes through it in every step."""
+        return self.component.kind in KINDS_OF_STEPS
+
     def lockable_parts(self) -> list[tuple[str, int, bool]]:
-        """Return what can be page-locked by itself: its name, its bytes, and whether it streams."""
+        """Return what can rest or be page-locked by itself: its name, its bytes, and whether it streams."""
         streamed = {number for share in self.shares for number in share.streamed}
-        fixed = [self.sizes.fixed_bytes(share.blocks, first=index == 0) for index, share in enumerate(self.shares)]
+        shares = [share.blocks for share in self.shares] or [tuple(range(len(self.component.blocks)))]
+        fixed = [self.sizes.fixed_bytes(blocks, first=index == 0) for index, blocks in enumerate(shares)]
         blocks = zip(self.component.blocks, self.sizes.blocks, strict=True)
         return [
             *((block.name, num_bytes, number in streamed) for number, (block, num_bytes) in enumerate(blocks)),
@@ -108,7 +145,9 @@ class StoreSpec:
 
 
 def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
-    """Return the components with their tiers: the requested one, else ``disk`` if the profile says so or RAM is short.
+    """Return the components with their tiers: the requested one, else ``disk`` if the profile says so.
+
+    Those for which RAM is short are marked.
 
     Raises:
         InvalidInput: a tier that cannot be had; lists those that can.
@@ -121,20 +160,18 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
     )
     for index in sorted(open_parts, key=lambda index: (decided[index].tier is None, decided[index].rank)):
         part = decided[index]
-        reason = ""
-        if part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind):
-            reason = "profile sets disk: kept in its file until it is used"
-        elif part.tier is None and part.ram_bytes > left + part.bounce_bytes:
-            have = format_bytes(max(0, left + part.bounce_bytes))
-            kept = f", {format_bytes(machine.host_kept_bytes)} reserved" if machine.host_kept_bytes else ""
-            reason = f"kept in its file: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available{kept}"
-        if reason:
-            part = replace(part, tier="disk", reasons=(reason,))
-        if part.tier != "disk":
-            left -= part.ram_bytes - part.bounce_bytes
-        elif part.forms:
+        asked = part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind)
+        is_short = part.tier is None and not asked and part.ram_bytes > left + part.bounce_bytes
+        if (asked or is_short or part.tier == "disk") and part.forms:
             reason = f"stays as stored: profile {profile.name} quantizes only weights that are kept in RAM"
-            part = replace(part, sizes=part.sizes.as_they_came, reasons=(*part.reasons, reason))
+            part = replace(part, sizes=part.sizes.as_they_came, reasons=(reason,))
+        if asked or part.tier == "disk":
+            reasons = ("profile sets disk: kept in its file until it is used",) if asked else ()
+            part = part.resting_in_file(part.names, (*reasons, *part.reasons))
+        elif is_short:
+            part = replace(part, is_short=True)
+        else:
+            left -= part.ram_bytes - part.bounce_bytes
         decided[index] = part
     return [
         replace(part, reasons=(f"tier disk is not available: {why_unavailable(part)}; stays in RAM",))
@@ -174,16 +211,16 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
     left = machine.lockable_bytes
     stores = list(stores)
     for index, part in sorted(enumerate(stores), key=lambda numbered: numbered[1].rank):
-        if part.tier == "disk" and may_be_pinned(part, profile) and part.bounce_bytes <= left:
+        if part.in_file and may_be_pinned(part, profile) and part.bounce_bytes <= left:
             stores[index] = replace(part, pinned_bytes=part.bounce_bytes)
             left -= part.bounce_bytes
     pinned: list[dict[str, int]] = [{} for _ in stores]
     candidates = [
         (part.tier is None, not streams, part.rank, index, name, num_bytes)
         for index, part in enumerate(stores)
-        if part.tier != "disk" and may_be_pinned(part, profile)
+        if may_be_pinned(part, profile)
         for name, num_bytes, streams in part.lockable_parts()
-        if 0 < num_bytes < LOCK_LIMIT_BYTES  # no call locks more at once
+        if name not in part.in_file and 0 < num_bytes < LOCK_LIMIT_BYTES  # no call locks more at once
     ]
     for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
         if num_bytes <= left:
@@ -206,14 +243,13 @@ def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: O
     if part.tier is not None and part.tier != "pinned":
         return part
     if may_be_pinned(part, profile):
-        part = replace(
-            part, oversize_bytes=sum(size for _, size, _ in part.lockable_parts() if size >= LOCK_LIMIT_BYTES)
-        )
+        in_ram = [size for name, size, _ in part.lockable_parts() if name not in part.in_file]
+        part = replace(part, oversize_bytes=sum(size for size in in_ram if size >= LOCK_LIMIT_BYTES))
     return replace(
         part,
         tier=part.tier or ("pinned" if pinned else "host"),
         pinned=frozenset(pinned),
-        pinned_bytes=sum(pinned.values()),
+        pinned_bytes=part.pinned_bytes + sum(pinned.values()),
         reasons=(*part.reasons, *explain_pageable(part, pinned, machine, profile)),
     )
 
@@ -221,7 +257,7 @@ def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: O
 def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> list[str]:
     """Return why not all weights in RAM are page-locked."""
     pinned_bytes = sum(pinned.values())
-    if part.on_cpu or pinned_bytes == part.ram_bytes:
+    if part.on_cpu or pinned_bytes == part.resting_host_bytes:
         return []
     if not may_be_pinned(part, profile):
         return [f"kept in pageable RAM: profile {profile.name} page-locks only other components; {NOT_AHEAD}"]
@@ -231,18 +267,17 @@ def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, 
             f"{format_bytes(part.oversize_bytes)} in pieces of 2 GiB or more are kept in pageable RAM: "
             f"page-locked slabs are smaller; {NOT_AHEAD}"
         )
-    if pinned_bytes + part.oversize_bytes == part.ram_bytes:
+    if pinned_bytes + part.oversize_bytes == part.resting_host_bytes:
         return reasons
     if not pinned:
-        reasons.append(
-            f"kept in pageable RAM: it needs {format_bytes(part.ram_bytes)}, {all_may_lock(machine)}; {NOT_AHEAD}"
-        )
+        need = format_bytes(part.resting_host_bytes)
+        reasons.append(f"kept in pageable RAM: it needs {need}, {all_may_lock(machine)}; {NOT_AHEAD}")
         return reasons
-    streamed = [name for name, _, streams in part.lockable_parts() if streams]
+    streamed = [name for name, _, streams in part.lockable_parts() if streams and name not in part.in_file]
     num_locked = len(pinned.keys() & set(streamed))
     blocks = f" with {num_locked} of {len(streamed)} streamed blocks" if streamed else ""
     reasons.append(
-        f"page-locks {format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)}{blocks}: "
+        f"page-locks {format_bytes(pinned_bytes)} of {format_bytes(part.resting_host_bytes)}{blocks}: "
         f"{all_may_lock(machine)}; {NOT_AHEAD}"
     )
     return reasons

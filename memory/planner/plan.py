@@ -21,6 +21,7 @@ from .device_plan import DevicePlan, confirm_share, plan_share, same_to_the_reas
 from .form_choice import choose_forms, explain_wide
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
+from .mixed_tiers import share_ram
 from .sizes import Sizes, explain_non_block
 from .workload import find_blocking
 
@@ -59,8 +60,12 @@ class ComponentPlan:
     pinned: frozenset[str] = frozenset()
     """The names of the blocks that are page-locked in RAM, and ``""`` for the non-block weights and the buffers."""
     host_bytes: int = 0
-    """The bytes of RAM, page-locked or not: of the weights, or of the buffers through which a file is read."""
+    """The bytes of RAM, page-locked or not: of weights, and of the buffers through which a file is read."""
     pinned_bytes: int = 0
+    in_file: frozenset[str] = frozenset()
+    """What rests in its file, named as in ``pinned``; everything at tier ``disk``."""
+    file_bytes: int = 0
+    """The bytes of these."""
     oversize_bytes: int = 0
     """What is pageable only because its pieces are too large for a slab of page-locked memory."""
     choices: tuple[str, ...] = ()
@@ -92,6 +97,8 @@ class ComponentPlan:
         kept = KEPT_IN[self.tier]
         if self.tier == "pinned" and self.pinned_bytes < self.host_bytes:
             kept = f"in RAM, {format_bytes(self.pinned_bytes)} of it pinned"
+        if self.in_file and self.tier != "disk":
+            kept += f", {format_bytes(self.file_bytes)} in its file"
         lines = [f"{self.component}: {format_bytes(self.weight_bytes)} {self.precision.name}, kept {kept}"]
         lines += [f"  {share.text()}" for share in self.shares]
         lines += [f"  - {reason}" for reason in self.reasons]
@@ -106,6 +113,7 @@ class ComponentPlan:
             "tier": self.tier,
             "host_bytes": self.host_bytes,
             "pinned_bytes": self.pinned_bytes,
+            "file_bytes": self.file_bytes,
             "placement": str(self.placement),
             "shares": [share.to_json() for share in self.shares],
             "reasons": list(self.reasons),
@@ -134,7 +142,7 @@ class Plan:
         if not plans:
             return ""
         streams = any(plan.streams for plan in plans)
-        if all(plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes and plan.tier != "disk" for plan in plans):
+        if all(plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes and not plan.in_file for plan in plans):
             return "2" if streams else "1"
         if not streams:
             return "3"
@@ -163,7 +171,11 @@ class Plan:
         host_bytes, pinned_bytes = (
             sum(getattr(plan, name) for plan in self.components) for name in ("host_bytes", "pinned_bytes")
         )
-        on_disk = [plan.component for plan in self.components if plan.tier == "disk"]
+        on_disk = [
+            plan.component if plan.tier == "disk" else f"{format_bytes(plan.file_bytes)} of {plan.component}"
+            for plan in self.components
+            if plan.in_file
+        ]
         kept = f"; kept on disk: {', '.join(on_disk)}" if on_disk else ""
         return (
             f"like profile {self.like} ({TITLES[self.like]}) without quantization: {form}; "
@@ -228,7 +240,7 @@ def plan_components(
         shares = tuple(
             plan_share(
                 part.sizes, split.device, group, machine, profile,
-                first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
+                first=index == 0, in_file=part.in_file, block_seconds=seconds,
                 pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
             )
             for index, (split, group) in enumerate(zip(devices, groups, strict=True))
@@ -236,7 +248,8 @@ def plan_components(
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     plans = []
-    for part, (_, devices, reasons) in zip(lock_pages(shared, machine, profile), drafts, strict=True):
+    resting = lock_pages(share_ram(shared, machine), machine, profile)
+    for part, (_, devices, reasons) in zip(resting, drafts, strict=True):
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
             reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
@@ -248,15 +261,27 @@ def plan_components(
             tier=part.tier,
             precision=part.precision if part.forms else Precision.AS_STORED,
             forms=part.forms,
-            placement=replace(part.item, component=part.component.name, devices=tuple(devices), tier=part.tier),
+            # No tier is the name of several: without one the same is chosen again.
+            placement=replace(
+                part.item,
+                component=part.component.name,
+                devices=tuple(devices),
+                tier=part.tier if part.tier == "disk" or not part.in_file else None,
+            ),
             pinned=part.pinned,
             host_bytes=part.host_bytes,
             pinned_bytes=part.pinned_bytes,
+            in_file=part.in_file,
+            file_bytes=part.file_bytes,
             oversize_bytes=part.oversize_bytes,
             choices=(*reasons, *part.reasons),
         )
-        if any(share.streamed and share.blocking != pageable(part.component, share, plan) for share in plan.shares):
-            # Not all of its blocks could be page-locked: what is shown is what its first pass would plan.
+        is_mixed = bool(plan.in_file) and plan.tier != "disk"
+        if any(
+            share.streamed and (is_mixed or share.blocking != pageable(part.component, share, plan))
+            for share in plan.shares
+        ):
+            # Not all of its blocks rest where they were assumed to: what is shown is what its first pass would plan.
             seconds = (block_seconds or {}).get(part.component.name)
             plan = replan(part.component, plan, machine, profile, seconds)
         plans.append(plan)
@@ -339,7 +364,7 @@ def replan(
     shares = tuple(
         plan_share(
             sizes, share.device, share.blocks, machine, profile,
-            first=index == 0, from_disk=plan.tier == "disk", block_seconds=block_seconds, current=share,
+            first=index == 0, in_file=plan.in_file, block_seconds=block_seconds, current=share,
             pinned=plan.pinned, keeps_free=plan.tier != "device",
         )
         for index, share in enumerate(plan.shares)
@@ -364,7 +389,7 @@ def confirm_plan(
     for index, share in enumerate(plan.shares):
         confirmed = confirm_share(
             sizes, share, machine, profile,
-            first=index == 0, from_disk=plan.tier == "disk", pinned=plan.pinned, block_seconds=block_seconds,
+            first=index == 0, in_file=plan.in_file, pinned=plan.pinned, block_seconds=block_seconds,
             keeps_free=plan.tier != "device",
         )  # fmt: skip
         if confirmed is None:
@@ -377,9 +402,11 @@ def confirm_plan(
 def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
     """Whether `plan_components` would return this plan again: on one named device, page-locked as far as possible.
 
-    False where several devices share the blocks, or where some blocks had to stay pageable.
+    False where several devices share the blocks, or where some blocks had to stay pageable or in their file.
     """
-    is_locked = plan.tier == "pinned" and plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes
+    is_locked = (
+        plan.tier == "pinned" and not plan.in_file and plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes
+    )
     has_room = is_locked and plan.pinned_bytes <= machine.lockable_bytes
     return len(plan.shares) == 1 and has_room and confirm_plan(component, plan, machine, profile) is plan
 

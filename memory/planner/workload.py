@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from ..weights.component import Component
 from .capacity import DeviceCapacity
 
-__all__ = ["Workload", "balanced_workload", "find_blocking", "find_speeds", "find_workload", "in_order"]
+__all__ = ["Workload", "balanced_workload", "find_blocking", "find_in_file", "find_speeds", "find_workload", "in_order"]
 
 # By how much a synchronous copy is assumed to be slower if that was not measured: about as pageable memory is.
 BLOCKING_COPIES = 2.0
+# And by how much one that reads a file first: about as a fast disk is.
+FILE_COPIES = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,13 @@ class Workload:
         return [size for position, size in enumerate(self.sizes) if position not in resident]
 
 
-def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozenset[int] = frozenset()) -> Workload:
+def balanced_workload(
+    sizes: Sequence[int],
+    room_bytes: int,
+    *,
+    blocking: frozenset[int] = frozenset(),
+    in_file: frozenset[int] = frozenset(),
+) -> Workload:
     """Return an assumed workload, for where speeds are not known.
 
     It assumes compute times in proportion to bytes, and in sum as long as all copies: where one of the two is far
@@ -48,7 +56,8 @@ def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozen
     """
     streamed_share = 1 - min(1.0, max(0, room_bytes - 2 * max(sizes)) / sum(sizes))
     compute_s = tuple(size * streamed_share for size in sizes)
-    copy_s = tuple(size * (BLOCKING_COPIES if position in blocking else 1.0) for position, size in enumerate(sizes))
+    slowness = {**dict.fromkeys(blocking, BLOCKING_COPIES), **dict.fromkeys(in_file, FILE_COPIES)}
+    copy_s = tuple(size * slowness.get(position, 1.0) for position, size in enumerate(sizes))
     return Workload(tuple(sizes), compute_s, copy_s, blocking=blocking)
 
 
@@ -65,16 +74,22 @@ def find_blocking(component: Component, blocks: tuple[int, ...], pinned: frozens
     return frozenset(number for number in blocks if component.blocks[number].name not in pinned)
 
 
+def find_in_file(component: Component, blocks: tuple[int, ...], names: frozenset[str]) -> frozenset[int]:
+    """Return the blocks that rest in their file, by the names of these."""
+    return frozenset(number for number in blocks if component.blocks[number].name in names)
+
+
 def find_speeds(
-    capacity: DeviceCapacity, sizes: Mapping[int, int], blocking: frozenset[int]
+    capacity: DeviceCapacity, sizes: Mapping[int, int], blocking: frozenset[int], in_file: frozenset[int]
 ) -> dict[int, float] | None:
     """Return the bytes per second at which each block is copied, by how it rests; None if no speed was measured.
 
-    Where only one of the two speeds was measured, the other is estimated from it.
+    That of a file never is: a link's speed does not tell how fast it is read. Where only one of the two others was
+    measured, the other one is estimated from it.
     """
     pinned, pageable = capacity.link_bytes_per_s, capacity.pageable_bytes_per_s
     pinned = pinned or pageable
-    if pinned is None:
+    if pinned is None or in_file:
         return None
     pageable = pageable or pinned / BLOCKING_COPIES
     return {number: pageable if number in blocking else pinned for number in sizes}
@@ -85,12 +100,15 @@ def find_workload(
     speeds: Mapping[int, float] | None,
     left_bytes: int,
     blocking: frozenset[int],
+    in_file: frozenset[int],
     block_seconds: Mapping[int, float] | None,
 ) -> Workload:
     """Return the workload of a pass, in seconds if all of them are known."""
     positions = frozenset(position for position, number in enumerate(sizes) if number in blocking)
     if block_seconds is None or speeds is None:
-        return balanced_workload(list(sizes.values()), left_bytes, blocking=positions)
+        files = frozenset(position for position, number in enumerate(sizes) if number in in_file)
+        files = files if len(files) < len(sizes) else frozenset()  # all alike
+        return balanced_workload(list(sizes.values()), left_bytes, blocking=positions, in_file=files)
     compute_s = tuple(block_seconds[number] for number in sizes)
     return Workload(
         sizes=tuple(sizes.values()),

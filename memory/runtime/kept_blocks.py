@@ -66,8 +66,9 @@ class Wanted:
         if group.encoded != wanted:
             return False
         if isinstance(group.at_rest.store, FileStore):
-            return self.plan.tier == "disk" and group.at_rest.store.source is self.source and self.rests_in_file(group)
-        if self.plan.tier == "disk" or (on_cpu and not group.encoded):
+            is_wanted = group.name in self.plan.in_file and group.at_rest.store.source is self.source
+            return is_wanted and self.rests_in_file(group)
+        if group.name in self.plan.in_file or (on_cpu and not group.encoded):
             return False
         if not isinstance(group.at_rest.store, HostStore):  # an interrupt came after it was unpacked
             return False

@@ -298,7 +298,7 @@ class ManagedComponent:
         if self.guards_state:
             self.module_caches = self.module_caches or ModuleCaches(self.module, self.places.lent_modules())
             self.handles += self.module_caches.hook(self.owner)
-        if self.guards_state and (self.plan.forms or self.plan.tier == "disk"):
+        if self.guards_state and (self.plan.forms or self.plan.in_file):
             rests = rests_of(self.plan.forms) or "in its file"
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
         modules = self.find_hooked_modules()

@@ -24,7 +24,7 @@ from .blocks.pristine_slab import KnownOrigins, PristineSlab, find_origins, lyin
 from .blocks.unpacking import discard, unpack
 from .blocks.weight_group import WeightGroup
 from .blocks.weight_store import FileStore, HostStore
-from .changes.written_weights import WrittenWeights, renamed
+from .changes.written_weights import WrittenWeights, names_in, renamed
 from .common_slabs import CommonSlabs, is_paid_elsewhere
 from .devices.device_share import DeviceShare
 from .devices.ledger import Ledger
@@ -84,6 +84,8 @@ class Packing:
         self.was_refused = False
         """Whether the driver refused to page-lock part of what the plan wanted page-locked."""
         self.told_refusal = False
+        self.goes_bare = False
+        """Whether at the end what came without memory goes so: its files have it as it is."""
         self.came_on_meta = frozenset(
             slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta
         )
@@ -148,13 +150,11 @@ class Packing:
 
         What rests in its file counts as nothing, nor does what computes in the memory that it came in.
         """
-        if self.plan.tier == "disk":
-            return 0
         return sum(
             slot.spec.weight_bytes
             for share in self.shares
             for group in share.groups
-            if group.at_rest.store is None
+            if group.at_rest.store is None and group.name not in self.plan.in_file
             for slot in group.slots
             if share.copies is not None or group.encoded or slot.held.is_meta
         )
@@ -174,15 +174,14 @@ class Packing:
         try:
             with self.open_files():
                 for share in self.shares:
-                    if self.plan.tier == "disk":
+                    if self.plan.in_file:
                         self.leave_in_file(share)
-                    else:
+                    if self.plan.tier != "disk":
                         self.pack_share(share, progress)
         finally:
             self.origins, self.filled, self.proven = {}, (), None
             self.common.start_from({})
-        if self.plan.tier == "disk":
-            self.written.end_doubts()
+        self.written.end_doubts(group for group in self.groups if group.name in self.plan.in_file)
         self.left.clear()
         self.books.charge_all()
         for group in self.groups:
@@ -348,9 +347,9 @@ class Packing:
         self.written.rename(names)
 
     def leave_in_file(self, share: DeviceShare) -> None:
-        """Leave a share's weights in their file; they reach the device through bounce buffers."""
+        """Leave in their file what the plan wants there of a share; it reaches the device through bounce buffers."""
         assert self.source is not None and share.bounce is not None
-        for group in share.groups:
+        for group in [group for group in share.groups if group.name in self.plan.in_file]:
             if group.at_rest.store is None:
                 self.written.compare(group)
                 group.rest_in_file(self.source, share.bounce, written=self.written.names)
@@ -373,7 +372,10 @@ class Packing:
             InvalidInput: weights rest in a file that has changed; they stay without memory.
         """
         self.pristine = self.find_pristine() if ending in ENDS else []
-        self.written.note_end(self.groups, on_disk=self.plan.tier == "disk")
+        self.written.note_end(self.groups, self.plan.in_file)
+        in_ram = [group for group in self.groups if group.name not in self.plan.in_file]
+        is_pristine = not self.written.names and not any(map(self.written.may_be_written, in_ram))
+        self.goes_bare = bool(self.plan.in_file) and is_pristine
         error: InvalidInput | None = None
         staying = self.to_leave(ending)
         self.left += [bundle for bundle in staying if bundle not in self.left]
@@ -440,4 +442,4 @@ class Packing:
         elif ending is Ending.HANDED_OVER:  # half packed
             unpack(group, group.at_rest.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
-            unpack(group, group.at_rest.names_in_file & self.came_on_meta if not self.written.names else ())
+            unpack(group, self.came_on_meta & names_in([group], buffers=True) if self.goes_bare else ())

@@ -198,13 +198,15 @@ def test_the_marks_of_a_workflow_count_before_those_of_the_command_line(tmp_path
 
 def test_a_plan_leaves_ram_free(model_file: Path, capsys) -> None:
     """A header's weights are in their file: what the RAM cannot hold beside its mark stays there."""
-    for marks, tier in (([], "pinned"), (["--watermark", "host=7.999GiB:8GiB"], "disk")):
+    for low, tier in ((None, "pinned"), ("7.999GiB", "pinned"), ("8GiB", "disk")):
+        marks = ["--watermark", f"host={low}:8GiB"] if low else []
         assert main(["plan", str(model_file), "--devices", "gpu:0=1GiB,host=8GiB", *marks, "--json"]) == 0
         (component,) = json.loads(capsys.readouterr().out)["files"]["components"]
         assert component["tier"] == tier
-        assert any("of RAM, 1.02MiB available, 8.00GiB reserved" in reason for reason in component["reasons"]) == bool(
-            marks
-        )
+        told = [reason for reason in component["reasons"] if "in its file: it needs" in reason]
+        assert bool(told) == bool(marks) == bool(component["file_bytes"])
+        assert all(reason.endswith("8.00GiB reserved") for reason in told)
+        assert component["host_bytes"] <= (1.03 * MIB if low == "7.999GiB" else component["weight_bytes"])
 
 
 @pytest.mark.parametrize("command", ["run", "demo", "serve", "verify", "plan"])

@@ -243,6 +243,8 @@ def make_case(**component: Any) -> dict[str, Any]:
 
 def test_weights_that_are_read_from_disk_rest_in_ram_if_that_has_room() -> None:
     report = make_case(plan={"tier": "disk", "pinned_bytes": 0})
+    share = report["components"][0]["plan"]["shares"][0]
+    share["read_bytes"] = share["streamed_bytes"]
     assert advise(report) == [
         "The last run read 9.00GiB from disk in each pass (flux, 45 of 60 blocks)",
         "Choose placement gpu:0:pinned for flux: it needs 12.0GiB of RAM, 14.0GiB are available",
@@ -253,6 +255,16 @@ def test_weights_that_are_read_from_disk_rest_in_ram_if_that_has_room() -> None:
     assert advise(report)[1] == "Nothing to change here: the RAM lacks 2.00GiB to hold flux"
     report["components"][0]["encoded_bytes"] = 6 * GIB
     assert advise(report)[1].startswith("Choose precision 'fp8 scaled' for flux: it rests in 6.00GiB of RAM")
+
+
+def test_of_a_component_that_rests_in_part_in_ram_the_rest_of_it_has_to_fit() -> None:
+    report = make_case(tiers={"pinned": 4 * GIB})
+    report["components"][0]["plan"]["shares"][0]["read_bytes"] = 8 * GIB
+    assert advise(report)[0] == "The last run read 8.00GiB from disk in each pass (flux, 45 of 60 blocks)"
+    report["devices"][0]["free_bytes"] = 13 * GIB
+    assert advise(report)[1] == "Nothing to change here: the RAM lacks 1.00GiB to hold flux"
+    report["devices"][0]["free_bytes"] = 14 * GIB
+    assert advise(report)[1].startswith("Choose placement gpu:0:pinned for flux: it needs 12.0GiB of RAM, 12.0GiB are")
 
 
 def test_pageable_weights_are_page_locked_if_the_machine_may() -> None:

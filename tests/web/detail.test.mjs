@@ -12,7 +12,7 @@ const NODE = {
 const PART = {
   id: "flux", precision: "fp8 scaled", engine: "blocks", in_effect: true, total_bytes: 34 * MIB, bytes_moved: 120 * MIB, waited_s: 0.5,
   tiers: { "gpu:0": 20 * MIB, pinned: 30 * MIB, host: 4 * MIB }, staging_bytes: { "gpu:0": 5 * MIB },
-  plan: { tier: "pinned", shares: [{ device: "gpu:0", blocks: 12, resident_blocks: 8, streamed_blocks: 4 }], reasons: ["16MiB budget: 4 of 12 blocks stream"] },
+  plan: { tier: "pinned", shares: [{ device: "gpu:0", blocks: 12, resident_blocks: 8, streamed_blocks: 4, read_bytes: 0 }], reasons: ["16MiB budget: 4 of 12 blocks stream"] },
 };
 
 test("a node tells its weights, activations and staging per device, what moved, and for how long it waited", () => {
@@ -58,7 +58,9 @@ test("a part that is not where it should be says why not", () => {
   assert.match(told({ engine: "dynamic", bytes_moved: null, waited_s: null, plan: {} }), /moved by ComfyUI's dynamic VRAM$/);
   assert.match(told({ engine: "dynamic", in_effect: false }), /OVER its budget/);
   assert.match(told({ engine: "core", in_effect: false }), /not managed/);
-  assert.match(told({ plan: { tier: "disk" } }), /read from their file/);
+  assert.match(told({ plan: { tier: "disk", file_bytes: 8 * MIB } }), /in its file: 8\.0M/);
+  const shares = [{ ...PART.plan.shares[0], read_bytes: 3 * MIB }];
+  assert.match(told({ plan: { ...PART.plan, file_bytes: 8 * MIB, shares } }), /in its file: 8\.0M\nread from its file in each pass: 3\.0M/);
   assert.doesNotMatch(told({ bytes_moved: null }), /moved .* to devices/);
   assert.equal(detailOf({ parts: [{ ...PART, total_bytes: null }] })[0].title, "flux, fp8 scaled");
 });

@@ -44,6 +44,8 @@ def unpack(group: WeightGroup, on_meta: Collection[str] = ()) -> None:
         name = slot.spec.name
         if name in on_meta:
             slot.hold(unwatch(at_rest.on_meta.get(name, slot.held)))
+            if not slot.held.is_meta:
+                take_memory(slot)
         elif not slot.owners:  # what the module has there is its own
             continue
         elif name in stored:
@@ -94,6 +96,11 @@ def discard(group: WeightGroup) -> None:
     """Drop the weights, and give the module shapes without memory: it is no longer used. Reads nothing."""
     for slot in group.slots:
         slot.rest_as(AS_STORED)
-        unwatch(slot.held)
-        repoint(slot, [torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")])
+        take_memory(slot)
     group.forget_resting()
+
+
+def take_memory(slot: ParameterSlot) -> None:
+    """Leave the module a weight's shape without memory, in the tensor that it holds."""
+    unwatch(slot.held)
+    repoint(slot, [torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")])

@@ -6,7 +6,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "other_offloaders": ["ExecutionMark", "find_rival", "is_scripted"],
-        "written_weights": ["WrittenWeights", "renamed"],
+        "written_weights": ["WrittenWeights", "names_in", "renamed"],
         "forward_writes": ["keep_writes"],
         "steady_look": ["SteadyLook"],
         "converted_weights": ["give_up"],

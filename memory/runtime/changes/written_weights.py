@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ...weights.component import TensorSpec
 from ...weights.source import WeightsSource
 from ..blocks.weight_group import WeightGroup
 from ..tensors.parameter_slots import differs_from_file
 
-__all__ = ["WrittenWeights", "renamed"]
+__all__ = ["WrittenWeights", "names_in", "renamed"]
 
 
 class WrittenWeights:
@@ -48,17 +48,18 @@ class WrittenWeights:
         """The group is packed, with what is in it now."""
         self.packed_versions[id(group)] = group.at_rest.version
 
-    def note_end(self, groups: Sequence[WeightGroup], *, on_disk: bool) -> None:
+    def note_end(self, groups: Sequence[WeightGroup], in_file: Collection[str]) -> None:
         """Note what was, or may have been, written to while these groups were packed.
 
         Args:
-            on_disk: whether they rested in their file: what is in RAM then is not what the file has.
+            in_file: the names of those that rested in their file: what is in RAM of them is not what the file has.
         """
-        if on_disk:
-            self.note(names_in([group for group in groups if group.host_slab is not None]))
-            self.doubtful |= names_in([group for group in groups if group.at_rest.store is None])  # given up
-        elif self.source is not None:
-            self.doubtful |= names_in([group for group in groups if self.may_be_written(group)])
+        rested = [group for group in groups if group.name in in_file]
+        self.note(names_in([group for group in rested if group.host_slab is not None]))
+        self.doubtful |= names_in([group for group in rested if group.at_rest.store is None])  # given up
+        if self.source is not None:
+            others = [group for group in groups if group.name not in in_file]
+            self.doubtful |= names_in([group for group in others if self.may_be_written(group)])
 
     def may_be_written(self, group: WeightGroup) -> bool:
         """Whether weights in RAM may have been written to since they were packed; what was never packed may have
@@ -77,9 +78,9 @@ class WrittenWeights:
         doubtful = [s for s in group.slots if s.spec.name in self.doubtful and self.source.holds(s.spec)]
         self.note(slot.spec.name for slot in doubtful if differs_from_file(slot, self.source))
 
-    def end_doubts(self) -> None:
-        """All groups were compared."""
-        self.doubtful = frozenset()
+    def end_doubts(self, groups: Iterable[WeightGroup]) -> None:
+        """These groups were compared."""
+        self.doubtful -= names_in(groups)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights by other names, by their former ones, and take what the files have under the new ones."""

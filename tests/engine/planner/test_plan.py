@@ -394,9 +394,12 @@ def test_a_split_components_units_are_page_locked_like_others() -> None:
 
 
 def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
-    part, here = component([MIB] * 400, rest=MIB), with_ram(machine(), 200 * MIB)
+    part, here = component([2 * MIB] * 200, rest=MIB), with_ram(machine(), 9 * MIB // 2)
     on_disk = plan(from_file(part), on=here)["transformer"]
     assert on_disk.tier == "disk" and not on_disk.pinned
+    assert (
+        on_disk.file_bytes == on_disk.weight_bytes and on_disk.shares[0].read_bytes == on_disk.shares[0].streamed_bytes
+    )
     assert on_disk.host_bytes == 2 * on_disk.shares[0].streamed_block_bytes
     assert any("kept in its file: it needs 401MiB of RAM" in reason for reason in on_disk.reasons)
     assert str(on_disk.placement) == "transformer=gpu:0:disk"
@@ -404,16 +407,48 @@ def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
     assert plan(from_file(part), on=machine())["transformer"].tier == "pinned"
 
 
+def test_what_streams_rests_in_ram_first_and_what_is_resident_in_its_file() -> None:
+    """RAM for two thirds of a model of which the device holds a quarter: a pass reads only what neither can hold."""
+    part, here = component([MIB] * 400, rest=MIB), with_ram(machine(), 270 * MIB)
+    mixed = plan(from_file(part), on=here)["transformer"]
+    (share,) = mixed.shares
+    in_file = {number for number, block in enumerate(part.blocks) if block.name in mixed.in_file}
+    assert mixed.tier == "pinned" and "" in mixed.in_file
+    assert share.resident <= in_file and len(in_file) == 400 - 268  # two buffers
+    assert share.read_bytes == sum(number in in_file for number in share.streamed) * MIB
+    assert mixed.host_bytes == mixed.pinned_bytes == 270 * MIB == mixed.weight_bytes - mixed.file_bytes + 2 * MIB
+    assert "133MiB of it are kept in its file: it needs 401MiB of RAM, 270MiB available" in mixed.reasons
+    assert "precision 'fp8 scaled' would fit in RAM: 201MiB" in mixed.reasons
+    assert any(f"{share.read_bytes // MIB}.0MiB of it read from its file" in reason for reason in mixed.reasons)
+    assert "kept in pinned RAM, 133MiB in its file" in mixed.text()
+    assert str(mixed.placement) == "transformer=gpu:0", "what was chosen is chosen again"
+    # With RAM for all that streams a pass reads nothing.
+    enough = plan(from_file(part), on=with_ram(machine(), 330 * MIB))["transformer"]
+    assert enough.in_file and not enough.shares[0].read_bytes
+    again = replan(part, enough, here, parse_profile("auto", devices=DEVICES))
+    assert again.shares == enough.shares
+
+
 def test_the_diffusion_model_gets_the_ram_first() -> None:
     unet = component([MIB] * 300)
     text = replace(unet, name="text", kind="text")
     decided = plan(from_file(text), from_file(unet), on=with_ram(machine(), 500 * MIB))
-    assert (decided["transformer"].tier, decided["text"].tier) == ("pinned", "disk")
+    assert not decided["transformer"].in_file and not decided["transformer"].shares[0].read_bytes
+    assert len(decided["text"].in_file) == 300 - 198 + 1
     assert sum(part.host_bytes for part in decided.components) <= 500 * MIB
     # What computes on the CPU has to be in RAM.
     there = with_ram(machine(), 500 * MIB)
     decided = plan(from_file(text), from_file(unet), on=there, placement="text=cpu,transformer=gpu:0")
-    assert (decided["transformer"].tier, decided["text"].tier) == ("disk", "host")
+    assert decided["text"].tier == "host" and not decided["text"].in_file
+    assert len(decided["transformer"].in_file) == 300 - 198 + 1
+
+
+def test_ram_goes_to_what_streams_before_what_is_resident() -> None:
+    """A text encoder that fits its device is read once, a diffusion model's blocks in every pass."""
+    unet, text = component([MIB] * 300), replace(component([MIB] * 60), name="text", kind="text")
+    decided = plan(from_file(text), from_file(unet), on=with_ram(machine(), 250 * MIB))
+    assert not decided["transformer"].shares[0].read_bytes and not decided["text"].shares[0].streamed
+    assert decided["text"].tier == "disk" and decided["transformer"].in_file
 
 
 @given(
@@ -447,10 +482,38 @@ def test_weights_leave_free_what_the_rams_watermark_says(
             assert bool(kept) == reason.endswith(" reserved")
 
 
+@given(
+    models=st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from(["diffusion", "text", "vae"])), min_size=1, max_size=4
+    ),
+    ram=st.integers(0, 150),
+    card=st.integers(4, 40),
+)
+def test_a_pass_reads_nothing_that_ram_could_hold(models: list[tuple[int, str]], ram: int, card: int) -> None:
+    parts = [
+        from_file(replace(component([MIB] * size), name=f"part{number}", kind=kind))
+        for number, (size, kind) in enumerate(models)
+    ]
+    decided = plan(*parts, on=with_ram(machine(first=card * MIB), ram * MIB)).components
+    left = ram * MIB - sum(part.host_bytes for part in decided)
+    assert left >= 0 or all(part.tier == "disk" for part in decided)
+    for part, whole in zip(decided, parts, strict=True):
+        in_ram = {number for number, block in enumerate(whole.blocks) if block.name not in part.in_file}
+        (share,) = part.shares
+        assert share.read_bytes == sum(number not in in_ram for number in share.streamed) * MIB
+        if share.read_bytes:
+            assert left < MIB
+            assert in_ram <= set(share.streamed), "what is read once has RAM"
+        if share.read_bytes and part.kind == "diffusion":
+            others = [other for other in decided if other.kind != "diffusion" and other.tier != "disk"]
+            assert all(other.host_bytes <= 2 * MIB + 1024 for other in others), "what makes one pass has RAM"
+
+
 def test_a_plan_says_what_the_rams_watermark_costs() -> None:
     part, here = component([MIB] * 100), replace(with_ram(machine(), 150 * MIB), host_kept_bytes=60 * MIB)
     on_disk = plan(from_file(part), on=here)["transformer"]
-    assert on_disk.reasons[0] == "kept in its file: it needs 100MiB of RAM, 90.0MiB available, 60.0MiB reserved"
+    told = "12.0MiB of it are kept in its file: it needs 100MiB of RAM, 90.0MiB available, 60.0MiB reserved"
+    assert on_disk.reasons[0] == told
     half = plan(part, on=here)["transformer"]  # in RAM, and nothing is given back for what is page-locked
     assert (half.tier, half.pinned_bytes) == ("pinned", 90 * MIB)
     assert any(
@@ -562,7 +625,7 @@ def test_tier_disk_can_be_asked_for_where_there_is_a_file() -> None:
 def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> None:
     part, here = from_file(component([MIB] * 300)), with_ram(machine(), 140 * MIB)
     by_profile = plan(part, on=here, profile="1")["transformer"]
-    assert (by_profile.tier, by_profile.precision) == ("disk", Precision.AS_STORED)
+    assert by_profile.in_file and by_profile.precision == Precision.AS_STORED
     assert "stays as stored: profile 1 quantizes only weights that are kept in RAM" in by_profile.reasons
     by_user = plan(part, on=here, precision=Precision.ENCODED)["transformer"]
     assert (by_user.tier, by_user.precision) == ("pinned", Precision.ENCODED)

@@ -100,6 +100,7 @@ declare namespace Highwater {
           tier?: string;
           host_bytes?: number;
           pinned_bytes?: number;
+          file_bytes?: number;
           placement?: string;
           shares?: {
             device: string;
@@ -110,6 +111,7 @@ declare namespace Highwater {
             fixed_bytes: number;
             resident_bytes: number;
             streamed_bytes: number;
+            read_bytes: number;
             staging_bytes: number;
             scratch_bytes: number;
             device_bytes: number;
@@ -353,6 +355,7 @@ declare namespace Highwater {
           tier: string;
           host_bytes: number;
           pinned_bytes: number;
+          file_bytes: number;
           placement: string;
           shares: {
             device: string;
@@ -363,6 +366,7 @@ declare namespace Highwater {
             fixed_bytes: number;
             resident_bytes: number;
             streamed_bytes: number;
+            read_bytes: number;
             staging_bytes: number;
             scratch_bytes: number;
             device_bytes: number;

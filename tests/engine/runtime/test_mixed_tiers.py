@@ -1,0 +1,198 @@
+"""A component of which RAM holds a part: the rest of it stays in its file, and nothing else changes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from highwater.memory import MemoryManager, manage
+from highwater.memory.api import Managed
+from highwater.memory.planner.capacity import Machine
+from highwater.memory.planner.plan import ComponentPlan
+from highwater.memory.runtime.blocks.weight_store import FileStore
+from highwater.memory.runtime.managed_component import ManagedComponent
+from highwater.memory.units import KIB
+from highwater.memory.weights.source import WeightsSource
+
+TIGHT = "0.45MiB"
+
+
+@pytest.fixture
+def file(toys, tmp_path: Path) -> Path:
+    """The toy network's weights."""
+    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if "gain" not in name}
+    del state["out.weight"]  # tied
+    save_file(state, tmp_path / "net.safetensors")
+    return tmp_path / "net.safetensors"
+
+
+@pytest.fixture
+def with_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[MemoryManager, int], None]:
+    """Return a function after which a manager's plans have so many bytes of RAM for weights."""
+
+    def set_room(manager: MemoryManager, num_bytes: int) -> None:
+        read = type(manager.capacity).machine
+
+        def machine(capacity, *arguments, given=None, **options) -> Machine:
+            found = read(capacity, *arguments, given=given, **options)
+            taken = Counter(manager.ledger.bytes_by_place("net"))
+            room = num_bytes - taken["pinned"] - taken["host"] + (given or {}).get("cpu", 0)
+            cpu, *others = found.devices
+            return replace(found, devices=(replace(cpu, available_bytes=room), *others), host_kept_bytes=0)
+
+        monkeypatch.setattr(type(manager.capacity), "machine", machine)
+
+    return set_room
+
+
+def bare(net: torch.nn.Module) -> torch.nn.Module:
+    """Return a network without memory for its weights; buffers are real."""
+    gains = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net.to("meta")
+    for name, gain in gains.items():
+        owner, _, attribute = name.rpartition(".")
+        net.get_submodule(owner).register_buffer(attribute, gain)
+    net.out.weight = net.embed.weight
+    return net
+
+
+@contextmanager
+def mixed(toys, file: Path, manager: MemoryManager, **choices: str) -> Iterator[tuple[torch.nn.Module, Managed]]:
+    """Manage the toy network where RAM holds a part of it; the caller has set how much."""
+    net = bare(toys.build_net())
+    choices = {"placement": "gpu:0", "profile": TIGHT, **choices}
+    with manage({"net": net}, files={"net": file}, manager=manager, **choices) as managed:
+        assert is_mixed(managed.members[0].managed.plan)
+        yield net, managed
+
+
+def is_mixed(plan: ComponentPlan) -> bool:
+    return bool(plan.in_file) and plan.tier != "disk"
+
+
+def in_file(managed: ManagedComponent) -> set[str]:
+    return {group.name for group in managed.groups if isinstance(group.at_rest.store, FileStore)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("profile", [TIGHT, "auto", "0.8MiB"])
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1"])
+def test_it_computes_alike_from_both(toys, machine, file: Path, with_room, profile: str, placement: str) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager:
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with_room(manager, 600 * KIB if placement == "gpu:0" else 900 * KIB)
+        with mixed(toys, file, manager, profile=profile, placement=placement) as (net, handle):
+            managed = handle.members[0].managed
+            assert in_file(managed) == managed.plan.in_file
+            idle = manager.ledger.bytes_by_place("net")
+            resting = sum(group.slab_bytes for group in managed.groups if group.name not in managed.plan.in_file)
+            assert resting <= idle["pinned"] <= resting + 64 * KIB
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            managed.unload()
+            assert manager.ledger.bytes_by_place("net") == idle
+            assert torch.equal(net(x).cpu(), want)
+        assert all(parameter.is_meta for parameter in net.parameters()), "as it came: its file has it"
+        manager.ledger.check()
+
+
+@torch.no_grad()
+def test_a_pass_reads_only_what_rests_in_the_file(toys, machine, file: Path, with_room, monkeypatch) -> None:
+    x = torch.randn(2, 5, 64)
+    read: list[int] = []
+    read_into = WeightsSource.read_into
+
+    def count(self, targets, **options) -> None:
+        targets = list(targets)
+        read.append(sum(target[1].nbytes for target in targets))
+        read_into(self, targets, **options)
+
+    monkeypatch.setattr(WeightsSource, "read_into", count)
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (net, handle):
+            net(x)
+            for _ in range(2):
+                read.clear()
+                net(x)
+                (share,) = handle.members[0].managed.plan.shares
+                assert share.read_bytes <= sum(read) < share.streamed_bytes
+
+
+@torch.no_grad()
+def test_another_profile_moves_blocks_between_ram_and_file(toys, machine, file: Path, with_room) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (net, handle):
+            mixed_before = handle.members[0].managed.plan.in_file
+            choices = [
+                ("gpu:0", TIGHT),
+                ("gpu:0:disk", TIGHT),
+                ("gpu:0", "0.8MiB"),
+                ("gpu:0", TIGHT),
+                ("gpu:0:host", TIGHT),
+            ]
+            in_files = []
+            for placement, profile in [*choices, ("gpu:0", TIGHT)]:
+                handle.reprofile(profile, placement=placement)
+                in_files.append(handle.members[0].managed.plan.in_file)
+                assert in_file(handle.members[0].managed) == in_files[-1]
+                assert torch.equal(net(x).cpu(), want), placement
+                manager.ledger.check()
+            assert in_files[0] == in_files[3] == mixed_before < in_files[1]
+            assert not in_files[4] and not in_files[5], "what is in RAM as a whole stays there"
+        assert torch.equal(net(x), toys.build_net()(x))
+
+
+@torch.no_grad()
+def test_a_write_stays_wherever_the_weight_rests(toys, machine, file: Path, with_room) -> None:
+    x = torch.randn(2, 5, 64)
+    other = toys.build_net()
+    for parameter in other.parameters():
+        parameter += 0.01
+    with machine(8) as manager:
+        want = other.to("sim:0")(x.to("sim:0")).cpu()
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (net, handle):
+            net(x)
+            for parameter in net.parameters():
+                parameter += 0.01
+            assert torch.equal(net(x).cpu(), want)
+            handle.reprofile("0.8MiB")
+            assert torch.equal(net(x).cpu(), want)
+            manager.ledger.check()
+        assert torch.equal(net(x), other.cpu()(x))
+    stored = load_file(file)
+    assert torch.equal(stored["embed.weight"], toys.build_net().embed.weight)
+
+
+@torch.no_grad()
+def test_a_file_that_cannot_be_read_leaves_the_part_in_ram_alone(toys, machine, file: Path, with_room) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (net, _):
+            content = file.read_bytes()
+            net(x)
+            stat = file.stat()
+            file.write_bytes(content[:-8] + bytes(8))
+            with pytest.raises(Exception, match=r"net\.safetensors"):
+                for _ in range(2):
+                    net(x)
+            manager.ledger.check()
+            file.write_bytes(content)
+            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+            assert torch.equal(net(x).cpu(), want)
