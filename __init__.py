@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         load_model,
         load_weights,
         manage,
+        register_component,
     )
     from .nodes.extension import HighwaterExtension
 
@@ -34,6 +35,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "manage",
+    "register_component",
 ]
 
 WEB_DIRECTORY = "./web"

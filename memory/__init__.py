@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .model_loading import load_model, load_weights
     from .options.budget import BudgetItem
     from .options.profile import OffloadProfile
+    from .outside_caches import Registration, register_component
     from .verification.findings import Verification
     from .weights.discovery import discover_components
 
@@ -28,6 +29,7 @@ __all__ = [
     "Managed",
     "MemoryManager",
     "OffloadProfile",
+    "Registration",
     "Verification",
     "Watermark",
     "default_manager",
@@ -36,6 +38,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "manage",
+    "register_component",
 ]
 
 _, __getattr__ = lazy_names(
@@ -47,6 +50,7 @@ _, __getattr__ = lazy_names(
         "model_loading": ["load_model", "load_weights"],
         "options.budget": ["BudgetItem"],
         "options.profile": ["OffloadProfile"],
+        "outside_caches": ["Registration", "register_component"],
         "verification.findings": ["Verification"],
         "weights.discovery": ["discover_components"],
     },

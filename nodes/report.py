@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io, ui
 
 from .schema import make_schema
@@ -28,6 +30,13 @@ class HighwaterMemoryReport(io.ComfyNode):
             outputs=[io.String.Output(display_name="report", tooltip="The report as text, one line per item.")],
             is_output_node=True,
         )
+
+    @staticmethod
+    def register_component(name: str, num_bytes: Any, **options: Any) -> Any:
+        """As `highwater.register_component`: other packs find this class in ``nodes.NODE_CLASS_MAPPINGS``."""
+        from ..memory import register_component
+
+        return register_component(name, num_bytes, **options)
 
     @classmethod
     def fingerprint_inputs(cls, **_: object) -> float:

@@ -12,7 +12,7 @@ import { shortBytes } from "./units.js";
  */
 
 /** What moves a part, where that is not us: the last part of a text's key. */
-const OTHER_ENGINES = ["dynamic", "core", "kept"];
+const OTHER_ENGINES = ["dynamic", "core", "kept", "registered"];
 
 /** @param {number} seconds */
 const inSeconds = (seconds) => (seconds > 0 && seconds < 0.01 ? text("detail.less_than", { time: "0.01 s" }) : `${seconds.toFixed(2)} s`);

@@ -9,6 +9,7 @@ from .eviction import UNLOADED_BY_HOST
 from .leases import Leases
 from .member import Member
 from .observed import Observed, ObservedModel
+from .registered import RegisteredCaches, RegisteredComponent
 from .steered import SteeredComponent, SteeringHost
 
 __all__ = ["Hosting"]
@@ -27,6 +28,7 @@ class Hosting:
         self.event_log = leases.event_log
         self.measures = leases.measures
         self.ledger = leases.ledger
+        self.caches = RegisteredCaches()
 
     # -- models that the host moves
 
@@ -37,6 +39,21 @@ class Hosting:
                 self.capacity.steered.take_host(host)
                 self.admission.keep_free_in_host()
                 self.capacity.outdate_plans()
+
+    def register(self, component: RegisteredComponent) -> None:
+        """Take a cache of other code into the books ([Note: registered] in `registered.py`)."""
+        with self.lock.exclusive():
+            self.caches.add(component)
+            self.steer(self.caches)
+            self.capacity.steered.components()  # gives it its name
+            self.note_use(component)
+            self.capacity.outdate_plans()
+
+    def unregister(self, component: RegisteredComponent) -> None:
+        """Take a cache of other code out of the books. Idempotent."""
+        with self.lock.exclusive():
+            self.caches.remove(component)
+            self.capacity.outdate_plans()
 
     def observe(self, read: Callable[[], Iterable[ObservedModel]]) -> None:
         """Count the models that a host loaded by itself; the function returns them. Nothing is asked of them."""

@@ -200,6 +200,7 @@ test("a row says where a component is, when it is used, and which node shows it"
   assert.deepEqual([told({ last_use_s: null }).last_use, told({ leased: true }).last_use], ["never", "now"]);
   assert.equal(told({ last_use_s: null, engine: "core" }).last_use, "not known", "nothing tells of uses before the first run with a node of ours");
   assert.equal(told({ tiers: {}, plan: { tier: "disk" } }).where, "disk");
+  assert.equal(told({ tiers: { pinned: MIB }, plan: { tier: "pinned", file_bytes: 2 * MIB } }).where, "1.0M pinned RAM, 2.0M disk");
   assert.equal(told({ tiers: {} }).where, "not loaded");
   assert.equal(told({ tiers: { host: MIB } }).isOnDevice, false);
   assert.equal(told({ workflow_id: "other" }).elsewhere, "in another workflow");
@@ -209,9 +210,10 @@ test("a row says where a component is, when it is used, and which node shows it"
 
 test("what can be asked to leave has buttons, also where another loader made it; only what we move can be moved", () => {
   const can = (engine) => rowsOf({ components: [{ ...PART, engine }] }, PAGE).map((row) => [row.canRelease, row.canMove, row.notes.join(" ")])[0];
-  assert.deepEqual(["blocks", "dynamic", "core", "kept"].map((engine) => can(engine).slice(0, 2)), [[true, true], [true, false], [true, false], [false, false]]);
+  assert.deepEqual(["blocks", "dynamic", "core", "registered", "kept"].map((engine) => can(engine).slice(0, 2)), [[true, true], [true, false], [true, false], [true, false], [false, false]]);
   assert.match(can("core")[2], /another loader made it.* choose its device in its loader/);
   assert.match(can("dynamic")[2], /dynamic VRAM.* choose its device in its loader/);
+  assert.match(can("registered")[2], /another pack, which frees it/);
   assert.match(can("kept")[2], /“Release idle models” drops them/);
   assert.equal(can("blocks")[2], "");
 });

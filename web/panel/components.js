@@ -19,7 +19,7 @@ import { shortBytes } from "../units.js";
  */
 
 /** What moves components that can be asked to leave, and to stay; what nothing moves is only kept in RAM. */
-const LEAVING = ["blocks", "dynamic", "core"];
+const LEAVING = ["blocks", "dynamic", "core", "registered"];
 /** Whether the first click on a column shows its smallest values first: what is used soonest, but the largest and the last used. */
 const RISES_FIRST = { size: false, last_use: false, next_use: true };
 
@@ -110,6 +110,7 @@ function whereIs(part) {
   if (part.tiers.pinned) parts.push(text("panel.in_pinned", { amount: shortBytes(part.tiers.pinned) }));
   if (inRam) parts.push(text("panel.in_ram", { amount: shortBytes(inRam) }));
   if (part.plan.tier === "disk") parts.push(text("panel.disk"));
+  else if (part.plan.file_bytes) parts.push(text("panel.in_file", { amount: shortBytes(part.plan.file_bytes) }));
   return parts.join(", ") || text("panel.nowhere");
 }
 
@@ -122,6 +123,7 @@ function notesOf(part) {
   if (part.engine === "core") notes.push(text("panel.not_managed"));
   if (part.engine === "kept") notes.push(text("panel.kept_weights"));
   if (part.engine === "dynamic") notes.push(text("panel.dynamic"));
+  if (part.engine === "registered") notes.push(text("panel.registered"));
   if (part.engine === "core" || part.engine === "dynamic") notes.push(text("panel.no_move"));
   if (part.moved) notes.push(text("panel.moved", { placement: placementOf(part) }));
   return notes;

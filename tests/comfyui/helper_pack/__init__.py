@@ -8,12 +8,14 @@ import functools
 import gc
 import hashlib
 import os
+import runpy
 import signal
 import sys
 import threading
 import time
 import types
 import zlib
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management as model_management
@@ -580,7 +582,11 @@ async def shorten(request: web.Request) -> web.Response:
     return web.json_response({})
 
 
+# The example for authors of other packs is a pack of its own.
+EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "frame_cache" / "__init__.py"
+
 NODE_CLASS_MAPPINGS = {
+    **runpy.run_path(str(EXAMPLE))["NODE_CLASS_MAPPINGS"],
     "TestConditioning": TestConditioning,
     "TestFlip": TestFlip,
     "TestForeign": TestForeign,
