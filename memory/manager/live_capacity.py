@@ -364,7 +364,7 @@ class LiveCapacity:
             devices=tuple(capacities),
             pinned_bytes=pinned,
             host_kept_bytes=self.watermarks.of_host(memory["cpu"].total).low_bytes,
-            freed_bytes=freed_bytes,
+            freed_bytes=max(0, freed_bytes - (given or {}).get("cpu", 0)),  # these are available already
             needs=needs,
         )
 

@@ -58,6 +58,8 @@ class StoreSpec:
     """The bytes of these."""
     pinned: frozenset[str] = frozenset()
     pinned_bytes: int = 0
+    locks_buffers: bool = False
+    """Whether the buffers through which its file is read are page-locked."""
     oversize_bytes: int = 0
     """What would be page-locked if it were not in pieces larger than such a slab."""
     reasons: tuple[str, ...] = ()
@@ -212,7 +214,7 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
     stores = list(stores)
     for index, part in sorted(enumerate(stores), key=lambda numbered: numbered[1].rank):
         if part.in_file and may_be_pinned(part, profile) and part.bounce_bytes <= left:
-            stores[index] = replace(part, pinned_bytes=part.bounce_bytes)
+            stores[index] = replace(part, pinned_bytes=part.bounce_bytes, locks_buffers=True)
             left -= part.bounce_bytes
     pinned: list[dict[str, int]] = [{} for _ in stores]
     candidates = [
@@ -237,10 +239,10 @@ def may_be_pinned(part: StoreSpec, profile: OffloadProfile) -> bool:
 
 
 def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> StoreSpec:
-    """Return the component with its final tier, and why not all its weights are page-locked."""
-    if part.tier == "disk":
-        return part if part.pinned_bytes else replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
-    if part.tier is not None and part.tier != "pinned":
+    """Return the component with its final tier, and why not all its weights or buffers are page-locked."""
+    if part.in_file and not part.locks_buffers:
+        part = replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
+    if part.tier not in (None, "pinned"):
         return part
     if may_be_pinned(part, profile):
         in_ram = [size for name, size, _ in part.lockable_parts() if name not in part.in_file]

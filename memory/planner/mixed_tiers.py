@@ -8,7 +8,7 @@ RAM themselves. So a model that is larger than RAM reads in each pass only what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..options.precision import Precision
 from ..units import format_bytes
@@ -30,26 +30,58 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine) -> list[StoreSpec]:
         return list(stores)
     open_parts = {index: part for index, part in enumerate(stores) if is_open(part)}
     others = [part for index, part in enumerate(stores) if index not in open_parts and part.has_file]
-    room_bytes = machine.host_bytes - sum(part.host_bytes for part in others)
-    left = room_bytes - sum(part.bounce_bytes for part in open_parts.values())
-    waiting = {index: {name: size for name, size, _ in part.lockable_parts()} for index, part in open_parts.items()}
-    pieces = [
-        (not (streams and part.has_many_passes), part.rank, not streams, index, number, name, size)
+    room = Room(open_parts, machine.host_bytes - sum(part.host_bytes for part in others))
+    pieces = sorted(
+        (not (streams and part.has_many_passes), part.rank, not streams, index, number, name)
         for index, part in open_parts.items()
-        for number, (name, size, streams) in enumerate(part.lockable_parts())
-    ]
-    for *_, index, _, name, size in sorted(pieces):
-        # With the last of it in RAM a component needs no buffers.
-        refund = open_parts[index].bounce_bytes if waiting[index].keys() == {name} else 0
-        if size <= left + refund:
-            left += refund - size
-            del waiting[index][name]
+        for number, (name, _, streams) in enumerate(part.lockable_parts())
+    )
+    num_waiting = -1
+    while num_waiting != room.num_waiting:  # what needs no buffers any more leaves theirs to others
+        num_waiting = room.num_waiting
+        for *_, index, _, name in pieces:
+            room.give(index, name)
+        for index in sorted(open_parts, key=lambda index: open_parts[index].rank):
+            room.give_rest(index)
     decided = list(stores)
     for index, part in open_parts.items():
-        names = frozenset(waiting[index])
-        reasons = explain(part, names, machine, left) if names else ()
+        waiting = room.waiting[index]
+        names = part.names if 0 < sum(waiting.values()) == part.ram_bytes else frozenset(waiting)
+        reasons = explain(part, names, machine, room.left_bytes) if names else ()
         decided[index] = part.resting_in_file(names, (*part.reasons, *reasons))
     return decided
+
+
+class Room:
+    """The RAM that is left while it is given away, and what waits for it: bytes by name for each component."""
+
+    def __init__(self, parts: Mapping[int, StoreSpec], num_bytes: int) -> None:
+        self.buffers = {index: part.bounce_bytes for index, part in parts.items()}
+        self.left_bytes = num_bytes - sum(self.buffers.values())
+        self.waiting = {
+            index: {name: size for name, size, _ in part.lockable_parts() if size} for index, part in parts.items()
+        }
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+    def give(self, index: int, name: str) -> None:
+        """Give a block room if there is enough; else all that waits of its component, if it needs no buffers then."""
+        size = self.waiting[index].get(name, 0)
+        if size > self.left_bytes:
+            self.give_rest(index)
+        elif size:
+            self.left_bytes -= size
+            del self.waiting[index][name]
+
+    def give_rest(self, index: int) -> None:
+        """Give all that waits of a component room, if there is enough without its buffers, which it needs no more."""
+        size = sum(self.waiting[index].values())
+        if size <= self.left_bytes + self.buffers[index]:
+            self.left_bytes += self.buffers.pop(index, 0) - size
+            self.waiting[index].clear()
+            self.buffers[index] = 0
 
 
 def is_open(part: StoreSpec) -> bool:

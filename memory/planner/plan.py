@@ -66,6 +66,8 @@ class ComponentPlan:
     """What rests in its file, named as in ``pinned``; everything at tier ``disk``."""
     file_bytes: int = 0
     """The bytes of these."""
+    locks_buffers: bool = False
+    """Whether the buffers through which its file is read are page-locked."""
     oversize_bytes: int = 0
     """What is pageable only because its pieces are too large for a slab of page-locked memory."""
     choices: tuple[str, ...] = ()
@@ -146,7 +148,8 @@ class Plan:
             return "2" if streams else "1"
         if not streams:
             return "3"
-        return "4" if max(plans, key=lambda plan: plan.weight_bytes).pinned else "5"
+        largest = max(plans, key=lambda plan: plan.weight_bytes)
+        return "4" if largest.pinned and not largest.in_file else "5"
 
     @property
     def explicit_profile(self) -> str:
@@ -249,7 +252,7 @@ def plan_components(
         shared.append(replace(part, shares=shares))
     plans = []
     resting = lock_pages(share_ram(shared, machine), machine, profile)
-    for part, (_, devices, reasons) in zip(resting, drafts, strict=True):
+    for part, drafted, (_, devices, reasons) in zip(resting, shared, drafts, strict=True):
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
             reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
@@ -273,12 +276,13 @@ def plan_components(
             pinned_bytes=part.pinned_bytes,
             in_file=part.in_file,
             file_bytes=part.file_bytes,
+            locks_buffers=part.locks_buffers,
             oversize_bytes=part.oversize_bytes,
             choices=(*reasons, *part.reasons),
         )
-        is_mixed = bool(plan.in_file) and plan.tier != "disk"
+        is_other = part.in_file != drafted.in_file
         if any(
-            share.streamed and (is_mixed or share.blocking != pageable(part.component, share, plan))
+            share.streamed and (is_other or share.blocking != pageable(part.component, share, plan))
             for share in plan.shares
         ):
             # Not all of its blocks rest where they were assumed to: what is shown is what its first pass would plan.

@@ -38,7 +38,8 @@ class Ending(enum.Enum):
     """What the module holds when its weights are no longer managed."""
 
     RESTORED = "restored"
-    """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
+    """Weights in plain memory, read from the file where they rest there. What came without goes so where anything rests
+    in the file and nothing was written to."""
     LEFT = "left"
     """As restored, for a module that is not known to be used: what it shares with other components stays where it is. A
     write to such a weight gives it memory of its own."""
@@ -84,8 +85,8 @@ class Packing:
         self.was_refused = False
         """Whether the driver refused to page-lock part of what the plan wanted page-locked."""
         self.told_refusal = False
-        self.goes_bare = False
-        """Whether at the end what came without memory goes so: its files have it as it is."""
+        self.goes_bare: bool | None = None
+        """Whether at the end what came without memory goes so: its files have it as it is. None before the end."""
         self.came_on_meta = frozenset(
             slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta
         )
@@ -112,6 +113,11 @@ class Packing:
     @property
     def groups(self) -> list[WeightGroup]:
         return [group for share in self.shares for group in share.groups]
+
+    def own_groups(self, *, in_file: bool) -> list[WeightGroup]:
+        """Return the groups that the plan wants in their file, or in RAM; without layers that were added."""
+        own = [bundle.own for share in self.shares for bundle in share.bundles]
+        return [group for group in own if (group.name in self.plan.in_file) is in_file]
 
     def tell_refusal(self) -> bool:
         """Whether the driver would not page-lock all that the plan wanted; true once."""
@@ -357,7 +363,7 @@ class Packing:
             self.books.note("host", group.at_rest.store.kept_bytes)
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
-        share.memory.read_through(num_bytes, locks=bool(self.plan.pinned_bytes))
+        share.memory.read_through(num_bytes, locks=self.plan.locks_buffers)
 
     def settle_books(self) -> None:
         """Enter in the ledger what the weight stores take now: groups have given up theirs."""
@@ -372,10 +378,11 @@ class Packing:
             InvalidInput: weights rest in a file that has changed; they stay without memory.
         """
         self.pristine = self.find_pristine() if ending in ENDS else []
-        self.written.note_end(self.groups, self.plan.in_file)
-        in_ram = [group for group in self.groups if group.name not in self.plan.in_file]
-        is_pristine = not self.written.names and not any(map(self.written.may_be_written, in_ram))
-        self.goes_bare = bool(self.plan.in_file) and is_pristine
+        rested, others = self.own_groups(in_file=True), self.own_groups(in_file=False)
+        self.written.note_end(rested, [*others, *self.added_bytes])
+        if self.goes_bare is None:  # interrupted and called again, some of them are gone
+            is_pristine = not self.written.names and self.written.doubtful.isdisjoint(names_in(others))
+            self.goes_bare = bool(self.plan.in_file) and is_pristine
         error: InvalidInput | None = None
         staying = self.to_leave(ending)
         self.left += [bundle for bundle in staying if bundle not in self.left]
@@ -442,4 +449,5 @@ class Packing:
         elif ending is Ending.HANDED_OVER:  # half packed
             unpack(group, group.at_rest.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
-            unpack(group, self.came_on_meta & names_in([group], buffers=True) if self.goes_bare else ())
+            is_own = group not in self.added_bytes
+            unpack(group, self.came_on_meta & names_in([group]) if self.goes_bare and is_own else ())

@@ -1,6 +1,6 @@
 """The weight store of one group: the one complete copy of its weights, from which every device copy is made.
 
-It is a slab of host memory, or, at tier ``disk``, the file that the weights came from. A file costs no RAM while the
+It is a slab of host memory, or the file that the weights came from. A file costs no RAM while the
 group is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
 the system's cache behind it. What no file has (buffers, weights that were written to) stays in host memory.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...weights.component import TensorSpec
 from ...weights.source import WeightsSource
@@ -48,18 +48,16 @@ class WrittenWeights:
         """The group is packed, with what is in it now."""
         self.packed_versions[id(group)] = group.at_rest.version
 
-    def note_end(self, groups: Sequence[WeightGroup], in_file: Collection[str]) -> None:
+    def note_end(self, in_file: Sequence[WeightGroup], in_ram: Sequence[WeightGroup]) -> None:
         """Note what was, or may have been, written to while these groups were packed.
 
         Args:
-            in_file: the names of those that rested in their file: what is in RAM of them is not what the file has.
+            in_file: those that rested in their file: what is in RAM of them is not what the file has.
         """
-        rested = [group for group in groups if group.name in in_file]
-        self.note(names_in([group for group in rested if group.host_slab is not None]))
-        self.doubtful |= names_in([group for group in rested if group.at_rest.store is None])  # given up
+        self.note(names_in([group for group in in_file if group.host_slab is not None]))
+        self.doubtful |= names_in([group for group in in_file if group.at_rest.store is None])  # given up
         if self.source is not None:
-            others = [group for group in groups if group.name not in in_file]
-            self.doubtful |= names_in([group for group in others if self.may_be_written(group)])
+            self.doubtful |= names_in([group for group in in_ram if self.may_be_written(group)])
 
     def may_be_written(self, group: WeightGroup) -> bool:
         """Whether weights in RAM may have been written to since they were packed; what was never packed may have

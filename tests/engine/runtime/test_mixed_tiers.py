@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.api import Managed
+from highwater.memory.manager import live_capacity, registry
+from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.planner.capacity import Machine
 from highwater.memory.planner.plan import ComponentPlan
 from highwater.memory.runtime.blocks.weight_store import FileStore
 from highwater.memory.runtime.managed_component import ManagedComponent
-from highwater.memory.units import KIB
+from highwater.memory.units import KIB, PAGE_BYTES
 from highwater.memory.weights.source import WeightsSource
 
 TIGHT = "0.45MiB"
@@ -196,3 +198,122 @@ def test_a_file_that_cannot_be_read_leaves_the_part_in_ram_alone(toys, machine, 
             file.write_bytes(content)
             os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             assert torch.equal(net(x).cpu(), want)
+
+
+@torch.no_grad()
+def test_a_write_in_ram_survives_packing_anew_and_release(toys, machine, file: Path, with_room) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (net, handle):
+            net(x)
+            managed = handle.members[0].managed
+            group = next(group for group in managed.groups if group.name and group.name not in managed.plan.in_file)
+            name = next(slot.spec.name for slot in group.slots if not slot.is_buffer)
+            net.get_parameter(name).add_(0.01)
+            want = net(x).cpu()
+            handle.reprofile(f"{TIGHT},pinned=none")
+            plan = handle.members[0].managed.plan
+            assert is_mixed(plan) and group.name not in plan.in_file
+            assert torch.equal(net(x).cpu(), want)
+        assert not net.get_parameter(name).is_meta
+
+
+class Lora(torch.nn.Module):
+    """A layer beside another one, with a weight that is called like the one inside."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.weight = torch.nn.Parameter(torch.randn_like(base.weight, device="cpu") * 0.1, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.weight.T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rests", ["in RAM", "in its file"])
+@pytest.mark.parametrize("deed", ["added", "replaced"])
+def test_a_layer_that_came_later_stays(toys, machine, file: Path, with_room, rests: str, deed: str) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (net, handle):
+            net(x)
+            managed = handle.members[0].managed
+            names = [block.name for block in managed.component.blocks]
+            name = next(name for name in names if (name in managed.plan.in_file) == (rests == "in its file"))
+            block = net.get_submodule(name)
+            new = torch.nn.Linear(64, block.up.out_features).requires_grad_(False)
+            block.up = Lora(block.up) if deed == "added" else new
+            kept = block.up.weight.clone()
+            net(x)
+        assert not block.up.weight.is_meta and torch.equal(block.up.weight, kept)
+        if deed == "added":
+            assert net.embed.weight.is_meta, "what nobody wrote to goes as it came"
+
+
+class Counting(torch.nn.Module):
+    """A block that counts its forwards in a buffer."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.inner(x, shift)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:disk"])
+def test_buffers_without_memory_keep_what_forwards_wrote(toys, machine, tmp_path, with_room, placement: str) -> None:
+    def build() -> torch.nn.Module:
+        net = toys.build_net()
+        for stack in (net.doubles, net.singles):
+            for number, block in enumerate(stack):
+                stack[number] = Counting(block)
+        return net
+
+    state = dict(build().state_dict())
+    del state["out.weight"]
+    save_file(state, tmp_path / "net.safetensors")
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        net = build().to("meta")
+        net.out.weight = net.embed.weight
+        files = {"net": tmp_path / "net.safetensors"}
+        with manage({"net": net}, files=files, manager=manager, placement=placement, profile=TIGHT):
+            for _ in range(3):
+                net(x)
+        counts = [buffer for name, buffer in net.named_buffers() if name.endswith("count")]
+        assert all(not count.is_meta and count.tolist() == [3.0] * 4 for count in counts)
+
+
+@torch.no_grad()
+def test_no_more_is_page_locked_than_may_be(toys, machine, file: Path, with_room, monkeypatch) -> None:
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        monkeypatch.setattr(live_capacity, "pin_limit_bytes", lambda *_, **options: 250 * KIB)
+        with mixed(toys, file, manager) as (net, _):
+            net(torch.randn(2, 5, 64))
+            assert manager.ledger.bytes_by_place("net")["pinned"] <= 250 * KIB + PAGE_BYTES
+
+
+@torch.no_grad()
+def test_what_is_page_locked_counts_once_as_room(toys, machine, file: Path, with_room, monkeypatch) -> None:
+    seen = []
+
+    def look(modules, machine, **options):
+        seen.append(machine)
+        return plan_modules(modules, machine, **options)
+
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        with mixed(toys, file, manager) as (_, handle):
+            monkeypatch.setattr(registry, "plan_modules", look)
+            handle.reprofile(TIGHT)
+            (found,) = seen
+            assert found.device("cpu").available_bytes + found.freed_bytes <= 600 * KIB
