@@ -159,8 +159,9 @@ async function clickBadge(page, type) {
   if (await page.evaluate(() => LiteGraph.vueNodesMode)) {
     const id = await page.evaluate((type) => app.rootGraph.nodes.find((node) => node.type === type).id, type);
     const text = await page.evaluate(textOfBadge, type);
-    // It may say something else by now: whoever asked tries again.
-    await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click({ timeout: 5_000 }).catch(() => {});
+    // It may say something else by now, or lie where something of the page covers it: who asked tries again.
+    const center = () => page.evaluate((id) => app.canvas.centerOnNode(app.rootGraph.getNodeById(id)), id);
+    await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click({ timeout: 5_000 }).catch(center);
   } else {
     const place = await page.evaluate(placeOfBadge, type);
     if (place) await page.mouse.click(...place);
