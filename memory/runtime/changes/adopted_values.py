@@ -26,6 +26,7 @@ __all__ = [
     "find_swapped",
     "leave_reformed",
     "separate_shared",
+    "show_at_rest",
     "why_not_adopted",
 ]
 
@@ -74,7 +75,7 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
         ours.data = given
         ours.encoded.settle()
         return None
-    leaves = group.layout.leaf_views(slab)[index] if slab is not None else leaves_of(placed)
+    leaves = resting_leaves(group)[index]
     theirs = leaves_of(given)
     is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in leaves]
     if not is_alike or (Wrapper.of(given) is not None) != slot.is_quantized:
@@ -103,6 +104,16 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
         for leaf, own in zip(moved, leaves, strict=True):
             own.copy_(leaf)
     return None
+
+
+def show_at_rest(group: WeightGroup, index: int) -> None:
+    """Point the tensor that a group gave the module for a plain weight to the weight at rest, whatever it shows."""
+    placed, leaves = group.placed.tensors[index], resting_leaves(group)[index]
+    if group.slots[index].form is not AS_STORED or placed.is_meta or leaves[0].is_meta:
+        return
+    if torch._has_compatible_shallow_copy_type(placed, leaves[0]):
+        with plainly(), torch.inference_mode(placed.is_inference()):
+            DATA.__set__(placed, leaves[0])
 
 
 def bits_of(leaf: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from .adopted_values import (
     find_swapped,
     leave_reformed,
     separate_shared,
+    show_at_rest,
     why_not_adopted,
 )
 from .converted_weights import ConvertedWeight, find_all_converted, put_converted_aside
@@ -217,8 +218,11 @@ class MoveGuard:
                 self.gone = slot.spec.name
                 continue
             self.wait()
-            self.undone = self.undone or why_not_adopted(group, index, held)
-            places[name] = group.placed.tensors[index]
+            undone, placed = why_not_adopted(group, index, held), group.placed.tensors[index]
+            self.undone = self.undone or undone
+            if undone is None and not any(slot.tensors_of(part).get(its) is placed for part, its in slot.owners):
+                show_at_rest(group, index)  # what was done to our object before it was replaced is over
+            places[name] = placed
         return found
 
     def take_buffer(

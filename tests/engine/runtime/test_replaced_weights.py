@@ -177,6 +177,18 @@ def swap_rest(net: Net) -> None:
     torch.utils.swap_tensors(net.first.weight, new(DIM, DIM))
 
 
+def assign_after_data(net: Net) -> None:
+    """What was done to the object that a weight had is over when another takes its place."""
+    net.blocks[1].up.weight.data = new(DIM, DIM).data * 2
+    net.blocks[1].up.weight = new(DIM, DIM)
+
+
+def assign_after_conversion(net: Net) -> None:
+    net.blocks[1].up.bfloat16().float()
+    net.blocks[1].up.weight = new(DIM, DIM)
+    net.blocks[1].up.bias = new(DIM)
+
+
 def swap_bias(net: Net) -> None:
     torch.utils.swap_tensors(net.blocks[1].up.bias, new(DIM))
 
@@ -212,6 +224,8 @@ DEEDS: dict[str, Callable[[Net], None]] = {
         assign,
         assign_data,
         assign_data_of_rest,
+        assign_after_data,
+        assign_after_conversion,
         write,
         swap,
         swap_rest,
