@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from .errors import InvalidInput
 from .manager.default import default_manager
 from .manager.manager import MemoryManager
-from .manager.registered import Amounts, RegisteredComponent, place_among
+from .manager.registered import Amounts, RegisteredComponent
+from .options.placement import parse_device
 
 __all__ = ["Registration", "register_component"]
 
 
 class Registration:
-    """One registered cache, until `unregister`. All methods may be called in any thread.
+    """One registered cache, until `unregister`. All methods may be called in any thread, and never wait.
 
     `register_component` returns it.
     """
@@ -33,7 +34,8 @@ class Registration:
 
     def used(self) -> None:
         """Say that it is used now: what was used longest ago is evicted first, where nothing else is known."""
-        self.manager.hosting.note_use(self.component)
+        hosting = self.manager.hosting
+        hosting.lock.run_or_defer(lambda: hosting.note_use(self.component))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -48,7 +50,8 @@ class Registration:
 
     def unregister(self) -> None:
         """Take it out of the books; what it holds stays. Idempotent."""
-        self.manager.hosting.unregister(self.component)
+        hosting = self.manager.hosting
+        hosting.lock.run_or_defer(lambda: hosting.unregister(self.component))
 
 
 class ToldBytes:
@@ -113,12 +116,12 @@ def register_component(
     Raises:
         InvalidInput: no name, a negative number of bytes, or a device that does not exist.
     """
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidInput(f"name {name!r}: allowed: a text that users can read")
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise InvalidInput(f"name {name!r}: allowed: a line of text that users can read")
     if not callable(evict):
         raise InvalidInput(f"evict {evict!r}: allowed: a function that takes a device and a number of bytes")
     manager = manager or default_manager()
-    place_of = partial(place_among, manager.devices)
+    place_of = partial(place_among, [*manager.devices])
     told = ToldBytes(place_of, num_bytes)
 
     def free(device: str, amount: int) -> None:
@@ -134,3 +137,10 @@ def register_component(
     )
     manager.hosting.register(component)
     return Registration(component, told, manager)
+
+
+def place_among(names: Sequence[str], device: object) -> str:
+    """Return what the manager calls a device; None is the first accelerator, or RAM where there is none."""
+    if device is None:
+        return next((name for name in names if name != "cpu"), "cpu")
+    return parse_device(str(device), names, what="bytes")

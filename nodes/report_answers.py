@@ -117,7 +117,7 @@ def check_words(words: Iterable[str], known: Collection[str]) -> None:
 
 
 def read_limit(text: str | None) -> float | None:
-    """Return how many entries are asked for; infinite for all, None where nobody said."""
+    """Return how many entries are asked for; infinite for all, None if the request does not say."""
     if text is None or text == ALL:
         return None if text is None else math.inf
     if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) <= LARGEST_LIMIT):
@@ -126,7 +126,7 @@ def read_limit(text: str | None) -> float | None:
 
 
 def read_seconds(text: str | None) -> float:
-    """Return the time after which entries are asked for; -1, before all of them, where nobody said."""
+    """Return the time after which entries are asked for; -1, before all of them, if the request does not say."""
     if text is None:
         return -1.0
     try:

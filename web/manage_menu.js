@@ -86,7 +86,7 @@ function willBeManaged(graph, id, slot, type, seen = []) {
 }
 
 /**
- * The outputs of a node that give a model that nobody manages: those that lead somewhere, or all where none does.
+ * The outputs of a node that give an unmanaged model: those that are linked, or all of them if none is.
  * @param {Node} node
  * @param {(type: string) => boolean} isOffered whether the page has a node of this class
  * @returns {number[]} their slots

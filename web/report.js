@@ -69,7 +69,7 @@ export function makeSoon(ask) {
 }
 
 /**
- * Return what asks for one report for all who show something of it. Nothing is asked while nobody asks.
+ * Return what asks for one report for all readers. It sends no request by itself.
  * @param {(words: string) => Promise<Highwater.Report>} fetchReport takes the words of the address
  * @param {(error: unknown) => void} fail is told of a failure, the next one only after an answer
  */
@@ -94,7 +94,7 @@ export function makeLiveReport(fetchReport, fail) {
       return () => void readers.delete(reader);
     },
     /**
-     * Ask for what the readers need, and for more; nothing where nobody needs anything. With a limit lists are asked for from
+     * Ask for what the readers need, and for more; for nothing if no reader needs anything. With a limit lists are asked for from
      * their begin on.
      * @param {{ more?: string[], limit?: number }} [also]
      */

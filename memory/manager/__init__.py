@@ -24,7 +24,7 @@ __all__, __getattr__ = lazy_names(
         "forecast": ["KnownComponent"],
         "observed": ["ObservedModel"],
         "steered": ["SteeredComponent", "SteeringHost"],
-        "registered": ["Amounts", "RegisteredComponent", "place_among"],
+        "registered": ["Amounts", "RegisteredComponent"],
         "report": [
             "EVENT_KINDS",
             "ComponentReport",

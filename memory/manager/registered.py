@@ -1,9 +1,9 @@
 """Caches of other code, which frees them when asked: counted, shown, and evicted in turn with everything else.
 
-[Note: registered] A pack that keeps tensors of its own on a device (frames of a video, features, a model in a form that
-nobody else knows) is seen by others only as memory that is gone. Registered, it has a name, a size and a last use, and
-the manager may ask for its bytes as it evicts a component: by the same policies, for the same reasons, in the same
-events. How it frees them is its own matter. What it says of its bytes is believed.
+[Note: registered] Other packs keep tensors of their own on a device: frames of a video, features, a model in a form of
+their own. The manager sees them only as memory that is taken. A registered cache has a name, a size and a last use, and
+the manager asks for its bytes as it evicts a component: by the same policies, for the same reasons, in the same events.
+Its owner frees them. What the owner says of its bytes is believed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import InvalidInput, allowed_values
 from .steered import SteeredComponent
 
-__all__ = ["Amounts", "RegisteredCaches", "RegisteredComponent", "place_among"]
+__all__ = ["Amounts", "RegisteredCaches", "RegisteredComponent"]
 
 log = logging.getLogger("highwater")
 
@@ -53,22 +52,22 @@ class RegisteredComponent(SteeredComponent):
         self.read = read
         self.evict = evict
         self.place_of = place_of
-        self.num_uses = 0
-        """How many uses of it are under way."""
+        self.uses: list[None] = []
+        """One for each use that is under way, in any thread."""
         self.has_failed = False
 
     @property
     def is_computing(self) -> bool:
-        return self.num_uses > 0
+        return bool(self.uses)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """In the body none of its bytes leave."""
-        self.num_uses += 1
+        self.uses.append(None)
         try:
             yield
         finally:
-            self.num_uses -= 1
+            self.uses.pop()
 
     def amounts(self) -> dict[str, int]:
         """Return its bytes by place; nothing where it does not tell."""
@@ -148,23 +147,3 @@ class RegisteredCaches:
 
     def pinned_bytes(self) -> int:
         return 0
-
-
-def place_among(devices: Mapping[str, Any], device: Any) -> str:
-    """Return what the manager calls a device; None is the first accelerator, or RAM where there is none.
-
-    Args:
-        devices: the manager's own, by name; each has torch's device.
-
-    Raises:
-        InvalidInput: there is no such device.
-    """
-    if device is None:
-        return next((name for name in devices if name != "cpu"), "cpu")
-    text = str(device)
-    kind, _, number = text.partition(":")
-    for name, own in devices.items():
-        known = own.torch_device
-        if text == name or (kind == known.type and (not number or int(number) == (known.index or 0))):
-            return name
-    raise InvalidInput(f"device {text!r} does not exist; {allowed_values(text, [*devices])}")

@@ -48,7 +48,7 @@ class WatermarkReport(TypedDict):
     low_bytes: int
     high_bytes: int
     low_text: str
-    """As a user wrote it, such as ``8GB`` or ``10%``; empty where nobody did."""
+    """As a user wrote it, such as ``8GB`` or ``10%``; empty for one that no user wrote."""
     high_text: str
     source: str
 

@@ -79,9 +79,9 @@ class Room:
         """Give all that waits of a component room, if there is enough without its buffers, which it needs no more."""
         size = sum(self.waiting[index].values())
         if size <= self.left_bytes + self.buffers[index]:
-            self.left_bytes += self.buffers.pop(index, 0) - size
-            self.waiting[index].clear()
+            self.left_bytes += self.buffers[index] - size
             self.buffers[index] = 0
+            self.waiting[index].clear()
 
 
 def is_open(part: StoreSpec) -> bool:

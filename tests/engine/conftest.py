@@ -58,9 +58,21 @@ def build_net(seed: int = 0, dtype: torch.dtype = torch.float32, **shape: int) -
         return Net(**shape).to(dtype).eval().requires_grad_(False)
 
 
+def bare_net() -> Net:
+    """Return the toy network without memory for its weights; buffers are real."""
+    net = build_net()
+    gains = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net.to("meta")
+    for name, gain in gains.items():
+        owner, _, attribute = name.rpartition(".")
+        net.get_submodule(owner).register_buffer(attribute, gain)
+    net.out.weight = net.embed.weight
+    return net
+
+
 @pytest.fixture
 def toys() -> SimpleNamespace:
-    return SimpleNamespace(Block=Block, Net=Net, build_net=build_net, MIB=MIB)
+    return SimpleNamespace(Block=Block, Net=Net, build_net=build_net, bare_net=bare_net, MIB=MIB)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import { make } from "./elements.js";
 /**
  * @typedef {import("./bars.js").Bar} Bar
  * @typedef {{ low_bytes: number, high_bytes: number, low_text: string, high_text: string }} Marks
- *   the texts are as a user wrote them, such as "8GB" or "10%"; "" where nobody did
+ *   the texts are as a user wrote them, such as "8GB" or "10%"; "" for one that no user wrote
  * @typedef {"low" | "high"} Side
  */
 
@@ -38,8 +38,8 @@ function unitFor(text, bytes, totalBytes) {
 }
 
 /**
- * Return marks of which one is moved, as far as the other one and the device let it; it keeps its unit. The other one stays;
- * where nobody wrote it, it is written now, as both are sent.
+ * Return marks of which one is moved, as far as the other one and the device let it; it keeps its unit. The other one
+ * stays. If it has no text it gets one, because both are sent.
  * @param {Marks} marks
  * @param {Side} side
  * @param {number} wantedBytes where it is moved

@@ -111,7 +111,7 @@ export function makeTimeline(document, colourOf) {
   let shown = null;
   let width = 0;
   let scale = makeScale([{ id: "", name: "", begin: 0, end: 1 }], 0, 1, 0);
-  /** Where the values are read, in seconds; null where nobody points. @type {number | null} */
+  /** Where the values are read, in seconds; null while the pointer is elsewhere. @type {number | null} */
   let cursor = null;
 
   const widthNow = () => Math.max(LEAST_WIDTH, picture.clientWidth || LEAST_WIDTH);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,8 +164,9 @@ def test_what_its_functions_raise_stops_nothing_and_is_logged_once(toys, manager
         ("frames", -1, "bytes -1: allowed"),
         ("frames", True, "bytes True: allowed"),
         ("frames", {"gpu:0": "1"}, "bytes {'gpu:0': '1'}: allowed"),
-        ("frames", {"gpu:5": 1}, "device 'gpu:5' does not exist"),
-        ("frames", {"cuda:0": 1}, "device 'cuda:0' does not exist"),
+        ("frames", {"gpu:5": 1}, "bytes: this machine has no device 'gpu:5'"),
+        ("frames", {"cuda:3": 1}, "bytes: this machine has no device 'cuda:3'"),
+        ("two\nlines", 1, "name 'two\\nlines': allowed"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(manager: MemoryManager, name: str, num_bytes: Any, said: str) -> None:
@@ -177,6 +179,47 @@ def test_what_is_wrong_is_said_in_a_line(manager: MemoryManager, name: str, num_
 
 
 def test_devices_may_be_named_as_torch_names_them(manager: MemoryManager) -> None:
-    registered = register_component("frames", {torch.device("sim", 0): 3, "sim": 4}, evict=print, manager=manager)
+    registered = register_component("frames", {torch.device("sim", 0): 3, "cuda": 4}, evict=print, manager=manager)
     assert row(manager, "frames")["tiers"] == {"gpu:0": 7}
     registered.unregister()
+
+
+def test_what_its_owner_says_never_waits(manager: MemoryManager, wait_until) -> None:
+    """Its owner may hold a lock of its own that ``evict`` waits for in another thread."""
+    cache = Cache(1)
+    registered = register(manager, cache)
+    used_before = registered.component.last_use
+
+    def say() -> None:
+        with registered.in_use():
+            registered.used()
+
+    with manager.exclusive():
+        thread = threading.Thread(target=say, daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive())
+    assert registered.component.last_use > used_before and not registered.component.is_computing
+    with manager.exclusive():
+        thread = threading.Thread(target=registered.unregister, daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive())
+    assert not manager.report()["components"]
+    cache.end()
+
+
+@torch.no_grad()
+def test_its_functions_may_register_and_unregister(toys, manager: MemoryManager) -> None:
+    cache = Cache(14)
+    registered: list[Registration] = []
+
+    def free(device: str, num_bytes: int) -> None:
+        cache.free(device, num_bytes)
+        registered.pop().unregister()
+        registered.append(register_component("smaller", cache.count, evict=free, manager=manager))
+
+    registered.append(register_component("frames", cache.count, evict=free, manager=manager))
+    with manage(toys.build_net(), manager=manager) as managed:
+        managed.members[0].managed.module(X)
+        assert [part["id"] for part in manager.report()["components"] if part["engine"] == "registered"] == ["smaller"]
+    registered.pop().unregister()
+    cache.end()

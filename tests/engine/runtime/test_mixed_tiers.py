@@ -55,21 +55,10 @@ def with_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[MemoryManager, int],
     return set_room
 
 
-def bare(net: torch.nn.Module) -> torch.nn.Module:
-    """Return a network without memory for its weights; buffers are real."""
-    gains = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    net.to("meta")
-    for name, gain in gains.items():
-        owner, _, attribute = name.rpartition(".")
-        net.get_submodule(owner).register_buffer(attribute, gain)
-    net.out.weight = net.embed.weight
-    return net
-
-
 @contextmanager
 def mixed(toys, file: Path, manager: MemoryManager, **choices: str) -> Iterator[tuple[torch.nn.Module, Managed]]:
     """Manage the toy network where RAM holds a part of it; the caller has set how much."""
-    net = bare(toys.build_net())
+    net = toys.bare_net()
     choices = {"placement": "gpu:0", "profile": TIGHT, **choices}
     with manage({"net": net}, files={"net": file}, manager=manager, **choices) as managed:
         assert is_mixed(managed.members[0].managed.plan)

@@ -25,15 +25,7 @@ TIGHT = "0.45MiB"
 
 
 def bare_net(toys):
-    """The toy network without memory for its weights; buffers are real."""
-    net = toys.build_net()
-    gains = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    net.to("meta")
-    for name, gain in gains.items():
-        owner, _, attribute = name.rpartition(".")
-        net.get_submodule(owner).register_buffer(attribute, gain)
-    net.out.weight = net.embed.weight
-    return net
+    return toys.bare_net()
 
 
 @pytest.fixture
