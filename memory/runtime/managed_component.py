@@ -299,7 +299,7 @@ class ManagedComponent:
             self.module_caches = self.module_caches or ModuleCaches(self.module, self.places.lent_modules())
             self.handles += self.module_caches.hook(self.owner)
         if self.guards_state and (self.plan.forms or self.plan.in_file):
-            rests = rests_of(self.plan.forms) or "in its file"
+            rests = rests_of(self.plan.forms) or ("in its file" if self.plan.tier == "disk" else "in part in its file")
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
         modules = self.find_hooked_modules()
         self.forwards.take_modules(modules if self.guards_state else replace(modules, inner=frozenset()))

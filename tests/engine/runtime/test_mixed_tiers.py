@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.api import Managed
+from highwater.memory.errors import UnsafeState
 from highwater.memory.manager import live_capacity, registry
 from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.planner.capacity import Machine
@@ -306,3 +307,14 @@ def test_what_is_page_locked_counts_once_as_room(toys, machine, file: Path, with
             handle.reprofile(TIGHT)
             (found,) = seen
             assert found.device("cpu").available_bytes + found.freed_bytes <= 600 * KIB
+
+
+@torch.no_grad()
+def test_loading_other_weights_is_refused(toys, machine, file: Path, with_room) -> None:
+    with machine(8) as manager:
+        with_room(manager, 600 * KIB)
+        with (
+            mixed(toys, file, manager) as (net, _),
+            pytest.raises(UnsafeState, match="^net rests in part in its file: release it before"),
+        ):
+            net.load_state_dict(toys.build_net().state_dict())
