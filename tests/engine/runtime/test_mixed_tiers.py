@@ -315,6 +315,6 @@ def test_loading_other_weights_is_refused(toys, machine, file: Path, with_room) 
         with_room(manager, 600 * KIB)
         with (
             mixed(toys, file, manager) as (net, _),
-            pytest.raises(UnsafeState, match="^net rests in part in its file: release it before"),
+            pytest.raises(UnsafeState, match=r"^net rests in part in its file: release it before"),
         ):
             net.load_state_dict(toys.build_net().state_dict())
