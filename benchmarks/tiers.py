@@ -21,7 +21,8 @@ from highwater.headless.commands.hardware import DescribedDevice, Hardware
 from highwater.memory.errors import DoesNotFit
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.planner.plan import ComponentPlan, plan_components
+from highwater.memory.planner.plan import ComponentPlan
+from highwater.memory.planner.planning import plan_components
 from highwater.memory.planner.sizes import NUM_BOUNCE_BUFFERS, Sizes
 from highwater.memory.units import GIB
 from highwater.memory.weights.component import Component, component_from_files

@@ -4,8 +4,10 @@
 it does so, each copy of one of these tensors is seen (`torch`'s dispatch modes), so it is known afterwards which weight
 has the values of which tensor of which file. A copy of kept weights is not made: the weight is pointed to them instead,
 also if the library would convert the file's tensor as it copies; that one is not read then (`UnreadTensors`). Nor is
-one that the library assigns or clones, and that the host converts before the context ends (`converted`). What was
-assigned, copied or converted is known by its address. All else (transposed, joined) has no origin: it is in no file.
+one that the library assigns or clones, and that the host converts before the context ends (`converted`). Where the
+file is mapped (`map_file`) no copy is made either that would have the file's dtype: the weight is pointed to the
+mapping, which costs no RAM ([Note: mapped weights] in `weights/mapped_files.py`). What was assigned, copied or
+converted is known by its address. All else (transposed, joined) has no origin: it is in no file.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from .runtime.blocks.pristine_slab import KnownOrigins
 from .unread_tensors import LEAST_UNREAD_BYTES, UnreadTensors
 from .weights.file_origin import FileIdentity, Origin
 from .weights.file_reader import WeightsFile, torch_dtype
+from .weights.mapped_files import map_tensors
 from .weights.quantized_leaves import leaves_of
 
 __all__ = ["FileTensors"]
@@ -65,6 +68,8 @@ class FileTensors:
         """The storages, by their addresses, that the library wrote to by other means."""
         self.kept: dict[Origin, tuple[torch.Tensor, int]] = {}
         """The kept weights that the library was given, or may be given, each with its version then."""
+        self.mapped: dict[int, torch.Tensor] = {}
+        """The tensors that lie in private mappings of their files, by their addresses."""
         self.unread = UnreadTensors()
         self.mode: Tracing | None = None
 
@@ -82,7 +87,7 @@ class FileTensors:
             return None
         converted = {origin.tensor.name for origin in kept if origin.dtype is not None}
         tensors: dict[str, torch.Tensor] = {}
-        missing: dict[str, torch.Tensor] = {}
+        missing: list[str] = []
         unread: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):
             for tensor in header.tensors:
@@ -90,17 +95,34 @@ class FileTensors:
                 if dtype is None:
                     return None
                 found = kept.get(Origin(identity, tensor))
-                if found is None:
-                    found = torch.empty(tensor.shape, dtype=dtype)
-                    waits = tensor.name in converted and tensor.weight_bytes >= LEAST_UNREAD_BYTES
-                    (unread if waits else missing)[tensor.name] = found
-                tensors[tensor.name] = found
+                if found is not None:
+                    tensors[tensor.name] = found
+                elif tensor.name in converted and tensor.weight_bytes >= LEAST_UNREAD_BYTES:
+                    tensors[tensor.name] = unread[tensor.name] = torch.empty(tensor.shape, dtype=dtype)
+                else:
+                    missing.append(tensor.name)
         file = WeightsFile(header)
-        file.read_into(list(missing.items()))
+        tensors |= self.map_tensors(file, missing)
         self.unread.add(file, unread)
         self.kept |= {origin: (tensor, tensor._version) for origin, tensor in kept.items()}
         self.note(identity, {tensor.name: tensor for tensor in header.tensors}, tensors)
         return tensors, dict(header.metadata)
+
+    def map_file(self, path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the tensors and the metadata of a file, in a private mapping of it. Reads its header.
+
+        Raises:
+            InvalidInput: as `read_header`, or torch has no such dtype.
+        """
+        identity, header = FileIdentity.of(path)
+        tensors = self.map_tensors(WeightsFile(header), [tensor.name for tensor in header.tensors])
+        self.note(identity, {tensor.name: tensor for tensor in header.tensors}, tensors)
+        return tensors, dict(header.metadata)
+
+    def map_tensors(self, file: WeightsFile, names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = map_tensors(file, names)
+        self.mapped |= {tensor.data_ptr(): tensor for tensor in tensors.values() if tensor.numel()}
+        return tensors
 
     def taken_beside(self, file: FileIdentity) -> set[int]:
         """Return the addresses of storages of which this loading has kept weights of other files.
@@ -195,6 +217,13 @@ class FileTensors:
                 return at, known[at][1]
         return None
 
+    def find_there(self, source: torch.Tensor, origin: Origin) -> torch.Tensor | None:
+        """Return a tensor that has what a copy of this one would have: a kept weight, or itself if it is mapped."""
+        if origin in self.kept:
+            return self.kept[origin][0]
+        is_mapped = origin.dtype is None and source.data_ptr() in self.mapped and source.is_contiguous()
+        return source if is_mapped else None
+
     def clone_unread(self, source: torch.Tensor, origin: Origin) -> torch.Tensor:
         """Return a clone of a file's tensor that is not read either, as long as nothing uses it."""
         clone = torch.empty(source.shape, dtype=source.dtype)
@@ -231,10 +260,10 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = self.files.copied_origin(
             source, (kwargs.get("dtype") or source.dtype) if target is None else target.dtype
         )
-        kept = self.files.kept.get(origin) if origin is not None else None
-        if origin is not None and kept is not None and target is not None and takes(target, kept[0]):
-            target.data = alike(kept[0], target)
-            self.files.copies[target.data_ptr()] = kept[0], origin
+        have = self.files.find_there(source, origin) if origin is not None and target is not None else None
+        if origin is not None and have is not None and target is not None and takes(target, have):
+            target.data = alike(have, target)
+            self.files.copies[target.data_ptr()] = have, origin
             return target
         if function is CLONE and origin is not None and not kwargs and self.files.unread.is_unread(source):
             return self.files.clone_unread(source, origin)

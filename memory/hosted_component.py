@@ -39,6 +39,7 @@ from .verification.findings import Verification
 from .verify_hosted import Comparison
 from .weights.component import Component
 from .weights.form_numbers import rests_of
+from .weights.mapped_files import find_sources
 from .weights.module_component import component_from_module
 from .weights.movable import has_packed_weights, why_not_movable
 from .weights.safetensors_header import read_header
@@ -190,15 +191,16 @@ class HostedComponent:
         manager, name = default_manager(), device_name(device)
         if self.member is not None and self.member.managed.primary.torch_device == device:
             return manager.planned_bytes(self.member, name)
+        sources = find_sources({self.name: module}, {})
         try:
             draft = plan_modules(
                 {self.name: module},
-                manager.machine(freed_bytes=bytes_in_ram([module]), is_hosted=True),
+                manager.machine(freed_bytes=bytes_in_ram({self.name: module}, sources), is_hosted=True),
                 placement=self.placement_on(device),
                 profile=self.profile,
                 precision=self.precision,
                 kinds={self.name: self.kind},
-                sources={},
+                sources=sources,
                 draft=self.draft_for(name),
             )
         except DoesNotFit:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from .runtime.blocks.weight_group import WeightGroup
+from .runtime.blocks.weight_store import FileStore
 from .runtime.tensors.parameter_slots import ParameterSlot
 from .verification.comparison import same_bits
 from .verification.reference import read_at_rest
+from .weights.mapped_files import map_again
 from .weights.movable import is_packed
 from .weights.quantized_leaves import PackedForm, leaves_of
 
@@ -83,15 +85,47 @@ class HostedWeight:
 
         Neither references the module.
         """
-        stored = self.group.at_rest.tensors[self.group.index_of(self.slot.spec.name)]
+        stored = self.mapped() if self.rests_in_file else self.at_rest()
         return stored, None if self.factor is None else partial(multiply, self.factor)
+
+    def at_rest(self) -> torch.Tensor:
+        """Return the tensor at rest."""
+        return self.group.at_rest.tensors[self.group.index_of(self.slot.spec.name)]
+
+    @property
+    def rests_in_file(self) -> bool:
+        """Whether no copy of it is in host memory."""
+        return self.slot.spec.name in self.group.at_rest.names_in_file
+
+    def mapped(self) -> torch.Tensor:
+        """Return a weight that rests in its file as a tensor in a private mapping of that, which costs no memory.
+
+        Raises:
+            InvalidInput: the file has changed.
+        """
+        store, name = self.group.at_rest.store, self.slot.spec.name
+        assert isinstance(store, FileStore)
+        return map_again(store.source, [name])[name]
+
+    def original(self) -> torch.Tensor:
+        """Return the weight in host memory of its own, in the form in which it computes, or mapped as `mapped`."""
+        return self.mapped() if self.rests_in_file else self.wide(torch.device("cpu"))
 
     def wide(self, device: torch.device) -> torch.Tensor:
         """Return a copy on a device, in the form in which the weight computes."""
+        if self.rests_in_file and self.group.copy is None:
+            return self.mapped().to(device, copy=True)
         return self.group.wide(self.slot.spec.name, device)
 
     def overwrite(self, weight: torch.Tensor) -> None:
-        """Overwrite the weight at rest. The caller must have settled the component."""
+        """Overwrite the weight at rest; its block is then in host memory. The caller must have settled the component.
+
+        Raises:
+            InvalidInput: the block rests in its file, and that has changed.
+        """
+        if self.group.copy is None and isinstance(self.group.at_rest.store, FileStore):
+            assert self.group.read_idle is not None
+            self.group.read_idle(self.group)
         self.group.overwrite(self.slot.spec.name, weight)
 
     @contextmanager

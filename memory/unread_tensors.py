@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .runtime.blocks.pristine_slab import count_tensors
 from .weights.file_reader import WeightsFile
 from .weights.quantized_leaves import leaves_of
+from .weights.tensor_holders import count_tensors
 
 __all__ = ["LEAST_UNREAD_BYTES", "UnreadTensors"]
 

@@ -11,7 +11,8 @@ from ..memory.model_loading import load_model
 from ..memory.options.placement import parse_placement
 from ..memory.options.precision import parse_precision
 from ..memory.options.profile import parse_profile
-from ..memory.planner.plan import Machine, Plan, plan_components
+from ..memory.planner.plan import Machine, Plan
+from ..memory.planner.planning import plan_components
 from ..memory.weights.component import Component, component_from_files
 from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module

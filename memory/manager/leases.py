@@ -274,6 +274,9 @@ class Leases:
                 member.note_foreign(share.device, self.capacity.foreign_bytes(device))
         try:
             to_load = sum(share.to_load(part) for share, part in zip(managed.shares, plan.shares, strict=True))
+            self.make_ram(member, plan)
+            if managed.source is not None:
+                managed.source.keep_pages(self.capacity.has_room_for_pages(plan.file_bytes))
             queued = managed.load(plan, self.show_progress(member, to_load))
         except torch.OutOfMemoryError as error:
             self.event_log.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
@@ -290,6 +293,15 @@ class Leases:
             reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.name}"
             reason += self.streams_past(member, plan)
             self.event_log.note("load", member.id, queued, where, reason)
+
+    def make_ram(self, member: Member, plan: ComponentPlan) -> None:
+        """Make room for what rests in its file so far and gets a copy in RAM by this plan, because it streams."""
+        before = member.managed.plan
+        if plan.in_file == before.in_file:
+            return
+        self.capacity.make_lockable(max(0, plan.pinned_bytes - before.pinned_bytes), 0)
+        reason = "blocks stream now that were resident before: they get a copy in RAM"
+        self.event_log.note("plan", member.id, before.file_bytes - plan.file_bytes, "host", reason)
 
     def streams_past(self, member: Member, plan: ComponentPlan) -> str:
         """Return which idle components a member leaves where they are although it could be resident instead."""

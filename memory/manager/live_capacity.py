@@ -13,7 +13,8 @@ from functools import partial
 from ..errors import DoesNotFit, InvalidInput
 from ..options.marks import HOST
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
-from ..planner.plan import ComponentPlan, confirm_plan, replan
+from ..planner.plan import ComponentPlan
+from ..planner.replanning import confirm_plan, replan
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device, HostMemory
@@ -132,6 +133,11 @@ class LiveCapacity:
             host = HostMemory.now()
             room = host.free_bytes + freed_bytes - self.watermarks.of_host(host.total_bytes).low_bytes
             self.kept.make_lockable(num_bytes - min(pin_limit_bytes(host, freed_bytes=freed_bytes), room))
+
+    def has_room_for_pages(self, num_bytes: int) -> bool:
+        """Whether the system can keep so many bytes of files in its cache, beside the RAM's low mark."""
+        host = self.devices["cpu"].memory()
+        return host.free - self.watermarks.of_host(host.total).low_bytes >= num_bytes
 
     def key_of(self, component: Component, device: str, member: Member | None = None) -> Key:
         """Return the key of a component's needs on a device."""
@@ -353,9 +359,10 @@ class LiveCapacity:
                 return self.needed(member, device, size)
             return self.needs.kept(self.key_of(component, device)) if self.needs.known else None
 
-        # How much host memory a member takes is decided only when it is added.
+        # How much host memory a member takes is decided when it is added, unless it takes more when it streams.
         pinned = 0
-        if member is None and len(self.devices) > 1:
+        takes_ram = member is None or member.managed.plan.takes_ram_to_stream
+        if takes_ram and len(self.devices) > 1:
             host = HostMemory(total_bytes=memory["cpu"].total, free_bytes=memory["cpu"].free)
             # What the host has page-locked counts towards the same limit.
             pinned = pin_limit_bytes(host, freed_bytes=freed_bytes + kept["pinned"]) + kept["pinned"]

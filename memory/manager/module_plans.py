@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +14,9 @@ from ..options.placement import Placement
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
-from ..planner.plan import Plan, fresh_plan_holds, plan_components
+from ..planner.plan import Plan
+from ..planner.planning import plan_components
+from ..planner.replanning import fresh_plan_holds
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
@@ -102,10 +103,11 @@ def plan_modules(
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
             asked = placement.item_for(name, kind).tier == "disk" or covers(profile.on_demand, name, kind)
             on_meta = name in in_file or any(parameter.is_meta for parameter in module.parameters())
-            has_file = name in sources and (asked or on_meta) and sources[name].covers(component)
-            if name in sources:
-                sources[name].alias_tied(component)
-            components.append(replace(component, has_file=has_file))
+            source = sources.get(name)
+            if source is not None:
+                source.alias_tied(component)
+                component = with_file(component, source, is_trusted=asked or on_meta)
+            components.append(component)
         if not described:
             described = tuple(components)
             # Planned a second time where the modules, or what their device can give, have changed since the draft.
@@ -132,6 +134,19 @@ def plan_modules(
         largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
 
 
+def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) -> Component:
+    """Return a component that may rest in its files, or those of its blocks may that lie in mappings of them.
+
+    Args:
+        is_trusted: whether the files are taken to have what the module has; else that is known of what is mapped only.
+    """
+    if is_trusted and source.covers(component):
+        return replace(component, has_file=True)
+    lacking = source.find_lacking(component, among_mapped=True)
+    is_none = lacking.issuperset(block.name for block in (*component.blocks, component.non_block) if block.tensors)
+    return component if is_none else replace(component, has_file=True, lacking=lacking)
+
+
 def describe_split(describe: Callable[..., Component], num_devices: int, largest_bytes: int | None) -> Component:
     """Return a component in blocks; they are cut only if there are fewer of them than devices."""
     component = describe(largest_bytes=sys.maxsize)
@@ -156,8 +171,12 @@ def is_tight(plan: Plan) -> bool:
     return any(share.prefetch_blocks == 0 and len(share.streamed) > 1 for share in shares)
 
 
-def bytes_in_ram(modules: Iterable[nn.Module]) -> int:
-    """Return the bytes of modules' weights that are in host memory now."""
-    found = itertools.chain.from_iterable(module.parameters() for module in modules)
-    weights = {id(weight): weight for weight in found if weight.device.type == "cpu"}
+def bytes_in_ram(modules: Mapping[str, nn.Module], sources: Mapping[str, WeightsSource]) -> int:
+    """Return the bytes of modules' weights that are in host memory now; what lies in mappings of files is not."""
+    weights = {
+        id(weight): weight
+        for component, module in modules.items()
+        for name, weight in module.named_parameters()
+        if weight.device.type == "cpu" and not (component in sources and name in sources[component].mapped)
+    }
     return sum(leaf.numel() * leaf.element_size() for weight in weights.values() for leaf in leaves_of(weight))

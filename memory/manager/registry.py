@@ -18,6 +18,7 @@ from ..runtime.managed_component import ManagedComponent, Phase
 from ..runtime.packing import Ending
 from ..runtime.weight_places import WeightPlaces
 from ..weights.component import guess_kind
+from ..weights.mapped_files import find_sources
 from ..weights.module_component import component_from_module
 from ..weights.sharing import NOTHING_SHARED
 from ..weights.source import WeightsSource
@@ -84,6 +85,7 @@ class Registry:
         }
         found = {} if is_hosted else self.find_managed(modules, choices)
         new = {component: module for component, module in modules.items() if component not in found}
+        sources = find_sources(new, sources or {})
         prefix = f"{self.members.free_name(name)}/" if name else ""
         ids = {component: self.members.free_name(prefix + component) for component in new}
         # The diffusion model comes first, so that it owns what it shares with its guides.
@@ -93,12 +95,12 @@ class Registry:
         common = {component: shared[ids[component]] for component in new if ids[component] in shared}
         planned = plan_modules(
             new,
-            self.capacity.machine(None, freed_bytes=bytes_in_ram(new.values()), is_hosted=is_hosted),
+            self.capacity.machine(None, freed_bytes=bytes_in_ram(new, sources), is_hosted=is_hosted),
             placement=self.sharing.keep_together(placement, kinds, ids, shared),
             profile=profile,
             precision=precision,
             kinds=kinds,
-            sources=sources or {},
+            sources=sources,
             patterns=patterns,
             shared=common,
             draft=draft,
@@ -129,10 +131,8 @@ class Registry:
                 member.come_with(other)
             members[component] = member
         described = {component.name: component for component in components}
-        newcomers = [
-            (members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked
-        ]
-        self.capacity.make_lockable(sum(plan[name].pinned_bytes for name in ranked), bytes_in_ram(new.values()))
+        newcomers = [(members[name], new[name], described[name], plan[name], sources.get(name)) for name in ranked]
+        self.capacity.make_lockable(sum(plan[name].pinned_bytes for name in ranked), bytes_in_ram(new, sources))
         self.attacher.loadings.claim(newcomers)
         self.join(newcomers, sharers)
         for member in found.values():

@@ -25,7 +25,7 @@ from .capacity import Machine
 from .device_plan import DevicePlan
 from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
-__all__ = ["StoreSpec", "choose_tiers", "lock_pages", "may_be_pinned"]
+__all__ = ["StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
@@ -54,6 +54,8 @@ class StoreSpec:
     """Whether RAM does not hold all of it beside what comes first: which blocks rest in its file is still open."""
     in_file: frozenset[str] = frozenset()
     """What rests in its file, named as in ``pinned``; everything at tier ``disk``."""
+    takes_ram_to_stream: bool = False
+    """Whether what rests in its file gets room in RAM as soon as it streams."""
     file_bytes: int = 0
     """The bytes of these."""
     pinned: frozenset[str] = frozenset()
@@ -82,9 +84,19 @@ class StoreSpec:
         return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
 
     @property
+    def lacking(self) -> frozenset[str]:
+        """What no file has as it is, named as in ``pinned``: it is in RAM already."""
+        return self.component.lacking if self.has_file else frozenset()
+
+    @property
     def ram_bytes(self) -> int:
         """The bytes of all weights at rest in RAM."""
         return self.sizes.all_resident_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes of those among them that are not in RAM yet."""
+        return self.ram_bytes - sum(size for name, size, _ in self.lockable_parts() if name in self.lacking)
 
     @property
     def host_bytes(self) -> int:
@@ -102,14 +114,18 @@ class StoreSpec:
         return frozenset((*(block.name for block in self.component.blocks), ""))
 
     def resting_in_file(self, names: frozenset[str], reasons: tuple[str, ...]) -> StoreSpec:
-        """Return it with what rests in its file, and why: its tier is ``disk`` if that is everything."""
+        """Return it with what rests in its file, and why: its tier is ``disk`` if that is everything.
+
+        What no file has as it is rests in RAM nevertheless.
+        """
+        names -= self.lacking
         is_all = names == self.names
         file_bytes = sum(num_bytes for name, num_bytes, _ in self.lockable_parts() if name in names)
         return replace(
             self,
             in_file=names,
             file_bytes=self.ram_bytes if is_all else file_bytes,
-            tier="disk" if is_all else self.tier,
+            tier="disk" if is_all else None if self.tier == "disk" else self.tier,
             is_short=False,
             reasons=reasons,
         )
@@ -158,22 +174,22 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
     # What has no file is in RAM already, and the bytes that are free do not count it.
     open_parts = [index for index, part in enumerate(decided) if part.can_rest_on_disk]
     left = machine.host_bytes - sum(
-        part.bounce_bytes if part.can_rest_on_disk else part.ram_bytes for part in decided if part.has_file
+        part.bounce_bytes if part.can_rest_on_disk else part.unread_bytes for part in decided if part.has_file
     )
     for index in sorted(open_parts, key=lambda index: (decided[index].tier is None, decided[index].rank)):
         part = decided[index]
         asked = part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind)
-        is_short = part.tier is None and not asked and part.ram_bytes > left + part.bounce_bytes
+        is_short = part.tier is None and not asked and part.unread_bytes > left + part.bounce_bytes
         if (asked or is_short or part.tier == "disk") and part.forms:
             reason = f"stays as stored: profile {profile.name} quantizes only weights that are kept in RAM"
             part = replace(part, sizes=part.sizes.as_they_came, reasons=(reason,))
         if asked or part.tier == "disk":
             reasons = ("profile sets disk: kept in its file until it is used",) if asked else ()
-            part = part.resting_in_file(part.names, (*reasons, *part.reasons))
+            part = part.resting_in_file(part.names, (*reasons, *explain_lacking(part), *part.reasons))
         elif is_short:
             part = replace(part, is_short=True)
         else:
-            left -= part.ram_bytes - part.bounce_bytes
+            left -= part.unread_bytes - part.bounce_bytes
         decided[index] = part
     return [
         replace(part, reasons=(f"tier disk is not available: {why_unavailable(part)}; stays in RAM",))
@@ -193,6 +209,12 @@ def asked_tier(part: StoreSpec) -> str | None:
             f"{why_unavailable(part)}; {allowed_values(part.item.tier, allowed)}"
         )
     return part.item.tier
+
+
+def explain_lacking(part: StoreSpec) -> tuple[str, ...]:
+    """Return what of a component has to rest in RAM although the rest can stay in its file."""
+    num_bytes = part.ram_bytes - part.unread_bytes
+    return (f"{format_bytes(num_bytes)} rest in RAM: no file has these as they are",) if num_bytes else ()
 
 
 def why_unavailable(part: StoreSpec) -> str:

@@ -1,36 +1,53 @@
-"""Which blocks rest in RAM and which in their file, where RAM does not hold all components.
+"""Which blocks rest in RAM and which in their file: as few as have to be in RAM, and those first that are read most.
 
-[Note: mixed tiers] Then RAM is given away block by block: first to what streams of models that make many passes in a
-run; then component by component, the one first that is read most often, and of each what streams before what is
-resident while it computes. What RAM does not hold rests in its file, and is read from there through buffers, which cost
-RAM themselves. So a model that is larger than RAM reads in each pass only what neither the device nor RAM can hold.
+[Note: no needless copy] What stays on a device while it computes is read once when it is loaded, so profile ``auto``
+leaves it in its file: the system keeps the file's pages as long as nothing else needs that RAM, for all processes
+together. Only what streams gets a copy in RAM, page-locked where the machine allows it. If a block streams later that
+did not when its component was packed, it gets its copy then (`replanning.py`).
+
+[Note: mixed tiers] Where RAM does not hold all that should be in it, it is given away block by block: first to what
+streams of models that make many passes in a run; then component by component, the one first that is read most often,
+and of each what streams before what is resident while it computes. What RAM does not hold rests in its file, and is
+read from there through buffers, which cost RAM themselves. So a model that is larger than RAM reads in each pass only
+what neither the device nor RAM can hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..options.precision import Precision
-from ..units import format_bytes
+from ..units import MIB, format_bytes
 from .capacity import Machine
 from .form_choice import choose_forms
-from .host_tiers import StoreSpec
+from .host_tiers import StoreSpec, explain_lacking
 from .sizes import Sizes
 
 __all__ = ["share_ram"]
 
+# A copy of less than this costs no more than the buffers through which its file would be read.
+LEAST_SPARED_BYTES = 8 * MIB
 
-def share_ram(stores: Sequence[StoreSpec], machine: Machine) -> list[StoreSpec]:
+
+def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool) -> list[StoreSpec]:
     """Return the components with the blocks that rest in their files, once it is known which of them stream.
 
-    Those stay as they are that rest somewhere because the user says so, that no file holds in their form, or that all
-    fit into RAM.
+    Those stay as they are that rest somewhere because the user says so, or that no file holds in their form.
+
+    Args:
+        spares_ram: whether what is resident while it computes stays in its file ([Note: no needless copy]). Otherwise
+            components that all fit into RAM rest there.
     """
-    if not any(part.is_short for part in stores):
+    if not spares_ram and not any(part.is_short for part in stores):
         return list(stores)
     open_parts = {index: part for index, part in enumerate(stores) if is_open(part)}
     others = [part for index, part in enumerate(stores) if index not in open_parts and part.has_file]
-    room = Room(open_parts, machine.host_bytes - sum(part.host_bytes for part in others))
+    room = Room(
+        open_parts,
+        machine.host_bytes - sum(part.host_bytes - (part.ram_bytes - part.unread_bytes) for part in others),
+        {index: find_staying(part) if spares_ram else frozenset() for index, part in open_parts.items()},
+    )
     pieces = sorted(
         (not (streams and part.has_many_passes), part.rank, not streams, index, number, name)
         for index, part in open_parts.items()
@@ -45,21 +62,43 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine) -> list[StoreSpec]:
             room.give_rest(index)
     decided = list(stores)
     for index, part in open_parts.items():
-        waiting = room.waiting[index]
-        names = part.names if 0 < sum(waiting.values()) == part.ram_bytes else frozenset(waiting)
-        reasons = explain(part, names, machine, room.left_bytes) if names else ()
-        decided[index] = part.resting_in_file(names, (*part.reasons, *reasons))
+        waiting, staying = frozenset(room.waiting[index]), room.staying[index]
+        empty = frozenset(name for name, size, _ in part.lockable_parts() if not size)
+        names = waiting | staying
+        names = part.names if names and names | empty | part.lacking == part.names else names
+        reasons = explain_staying(part, staying) + (
+            explain(part, waiting, staying, machine, room.left_bytes) if waiting else ()
+        )
+        decided[index] = replace(
+            part.resting_in_file(names, (*part.reasons, *reasons)), takes_ram_to_stream=spares_ram and bool(names)
+        )
     return decided
+
+
+def find_staying(part: StoreSpec) -> frozenset[str]:
+    """Return what needs no copy in RAM, by name: it is resident while it computes, and its file has it as it is."""
+    if part.unread_bytes < LEAST_SPARED_BYTES:
+        return frozenset()
+    return frozenset(
+        name for name, size, streams in part.lockable_parts() if size and not streams and name not in part.lacking
+    )
 
 
 class Room:
     """The RAM that is left while it is given away, and what waits for it: bytes by name for each component."""
 
-    def __init__(self, parts: Mapping[int, StoreSpec], num_bytes: int) -> None:
+    def __init__(self, parts: Mapping[int, StoreSpec], num_bytes: int, staying: Mapping[int, frozenset[str]]) -> None:
+        self.staying = staying
+        """What stays in its file however much RAM there is."""
         self.buffers = {index: part.bounce_bytes for index, part in parts.items()}
         self.left_bytes = num_bytes - sum(self.buffers.values())
         self.waiting = {
-            index: {name: size for name, size, _ in part.lockable_parts() if size} for index, part in parts.items()
+            index: {
+                name: size
+                for name, size, _ in part.lockable_parts()
+                if size and name not in part.lacking and name not in staying[index]
+            }
+            for index, part in parts.items()
         }
 
     @property
@@ -77,10 +116,10 @@ class Room:
 
     def give_rest(self, index: int) -> None:
         """Give all that waits of a component room, if there is enough without its buffers, which it needs no more."""
-        size = sum(self.waiting[index].values())
-        if size <= self.left_bytes + self.buffers[index]:
-            self.left_bytes += self.buffers[index] - size
-            self.buffers[index] = 0
+        size, buffers = sum(self.waiting[index].values()), 0 if self.staying[index] else self.buffers[index]
+        if size <= self.left_bytes + buffers:
+            self.left_bytes += buffers - size
+            self.buffers[index] -= buffers
             self.waiting[index].clear()
 
 
@@ -89,15 +128,29 @@ def is_open(part: StoreSpec) -> bool:
     return part.is_short or (part.tier is None and part.can_rest_on_disk and not part.forms)
 
 
-def explain(part: StoreSpec, names: frozenset[str], machine: Machine, left: int) -> tuple[str, ...]:
-    """Return why weights rest in their file, and in which form they would not have to."""
+def explain_staying(part: StoreSpec, names: frozenset[str]) -> tuple[str, ...]:
+    """Return why weights rest in their file that RAM would hold, and which cannot."""
+    if not names:
+        return ()
     in_file = part.resting_in_file(names, ())
-    have = format_bytes(in_file.host_bytes + max(0, left))
-    kept = f", {format_bytes(machine.host_kept_bytes)} reserved" if machine.host_kept_bytes else ""
-    what = f"{format_bytes(in_file.file_bytes)} of it are kept" if names != part.names else "kept"
-    reason = f"{what} in its file: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available{kept}"
+    what = "stays" if in_file.tier == "disk" else f"{format_bytes(in_file.file_bytes)} of it stay"
+    return (f"{what} in its file: resident while it computes, with no need for a copy in RAM", *explain_lacking(part))
+
+
+def explain(
+    part: StoreSpec, waiting: frozenset[str], staying: frozenset[str], machine: Machine, left: int
+) -> tuple[str, ...]:
+    """Return why RAM does not hold weights that should be in it, and in which form it would."""
+    in_file, kept_out = part.resting_in_file(waiting | staying, ()), part.resting_in_file(staying, ())
+    have = format_bytes(in_file.resting_host_bytes + part.bounce_bytes + max(0, left))
+    reserved = f", {format_bytes(machine.host_kept_bytes)} reserved" if machine.host_kept_bytes else ""
+    waiting_bytes = part.resting_in_file(waiting, ()).file_bytes
+    what = f"{format_bytes(waiting_bytes)} of it are kept" if in_file.tier != "disk" or staying else "kept"
+    needs = "what streams of it needs" if staying else "it needs"
+    reason = f"{what} in its file: {needs} {format_bytes(kept_out.resting_host_bytes)} of RAM, {have} available"
     forms = choose_forms(part.component, Precision.ENCODED) if not part.forms else {}
     encoded_bytes = Sizes(part.component, forms).all_resident_bytes if forms else part.ram_bytes
     if encoded_bytes <= in_file.resting_host_bytes + left + part.bounce_bytes:
-        return reason, f"precision {Precision.ENCODED.name!r} would fit in RAM: {format_bytes(encoded_bytes)}"
-    return (reason,)
+        form = f"precision {Precision.ENCODED.name!r} would fit in RAM: {format_bytes(encoded_bytes)}"
+        return reason + reserved, form
+    return (reason + reserved,)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from weakref import ref
@@ -11,6 +9,7 @@ from weakref import ref
 from torch import nn
 
 from ..errors import UnsafeState
+from ..weights.tensor_holders import find_held_elsewhere
 from .blocks.added_layers import Structure
 from .weight_places import WeightPlaces
 
@@ -60,18 +59,8 @@ def find_holders(ids: AbstractSet[int]) -> list[WeightPlaces]:
 
 
 def has_other_holders(trees: Iterable[Structure]) -> bool:
-    """Whether anything but these module trees refers to a weight in them, as a component that manages it does.
-
-    Counts references, so that it takes no longer where there are many components. One that comes from elsewhere counts,
-    too, such as a list of weights.
-    """
-    held = [tensor for tree in trees for tensor in tree.tensors() if tensor is not None]
-    num_places = Counter(map(id, held))
-    weights: list[object] = list(dict(zip(map(id, held), held, strict=True)).values())
-    held.clear()
-    weights.append(object())  # to which nothing refers but the list
-    *counts, least = map(sys.getrefcount, weights)
-    return any(count - least != num_places[id(weight)] for count, weight in zip(counts, weights, strict=False))
+    """Whether anything but these module trees refers to a weight in them, as a component that manages it does."""
+    return bool(find_held_elsewhere(tensor for tree in trees for tensor in tree.tensors()))
 
 
 def refuse_managed(module: nn.Module) -> None:

@@ -39,6 +39,7 @@ from .holders import attached
 from .host_books import count_host_bytes
 from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
+from .taken_ram import take_ram
 from .tensors.deep_copies import OwnHook
 from .tensors.parameter_slots import ParameterSlot
 from .tensors.recomputing import in_backward
@@ -410,6 +411,7 @@ class ManagedComponent:
         self.forwards.note_unloaded()
         self.settle_books()
         try:
+            take_ram(self.packing, plan)
             for share, part in zip(self.shares, plan.shares, strict=True):
                 queued += share.load(part, progress)
         except BaseException:

@@ -85,6 +85,8 @@ class Packing:
         self.was_refused = False
         """Whether the driver refused to page-lock part of what the plan wanted page-locked."""
         self.told_refusal = False
+        self.is_first = after is None
+        """Whether the module's weights lie where they were found."""
         self.goes_bare: bool | None = None
         """Whether at the end what came without memory goes so: its files have it as it is. None before the end."""
         self.came_on_meta = frozenset(
@@ -125,6 +127,10 @@ class Packing:
         refused = self.was_refused or any(bounce.was_refused for bounce in buffers)
         tells, self.told_refusal = refused and not self.told_refusal, self.told_refusal or refused
         return tells
+
+    def note_refusal(self, was_refused: bool) -> None:
+        """Note whether the driver refused to page-lock something."""
+        self.was_refused = self.was_refused or was_refused
 
     def measure(self) -> None:
         """Find how weights will be encoded; changes nothing. Raises `InvalidInput` for weights that cannot be."""
@@ -277,11 +283,11 @@ class Packing:
         )
         for group, slab in zip(groups, slabs, strict=True):
             self.prove(group, slab)
-            group.pack(slab, self.source, progress, is_filled=self.proven is not None)
+            group.pack(slab, self.source, progress, is_filled=self.proven is not None, reads_mapped=self.is_first)
             if not slab.data.is_pinned():
                 self.books.note("host", group.slab_bytes)
         self.books.note("pinned", slabs.locked_bytes)
-        self.was_refused = self.was_refused or slabs.was_refused
+        self.note_refusal(slabs.was_refused)
 
     def pack_filled(
         self, copies: CopyStream, groups: list[WeightGroup], progress: Callable[[int], None] | None
@@ -364,6 +370,10 @@ class Packing:
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=self.plan.locks_buffers)
+
+    def follow(self, plan: ComponentPlan) -> None:
+        """Note that weights rest as another plan of the same blocks says."""
+        self.plan = plan
 
     def settle_books(self) -> None:
         """Enter in the ledger what the weight stores take now: groups have given up theirs."""

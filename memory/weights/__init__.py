@@ -21,8 +21,10 @@ __all__, __getattr__ = lazy_names(
         "quantized_leaves": ["PackedForm", "Wrapper", "form_of", "leaves_of"],
         "module_component": ["SAFETENSORS_NAMES", "component_from_module", "is_callable", "leaf_bytes"],
         "page_cache": ["find_heap_trim"],
+        "tensor_holders": ["CAN_COUNT", "count_tensors", "find_held_elsewhere"],
         "loading": ["Loading"],
         "source": ["WeightsSource"],
+        "mapped_files": ["find_sources", "map_again", "map_tensors"],
         "discovery": ["components_of", "discover_components", "holds_pipeline"],
     },
 )

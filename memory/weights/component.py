@@ -77,7 +77,9 @@ class Component:
     non_block: Block
     buffers: tuple[TensorSpec, ...] = ()
     has_file: bool = False
-    """Whether all weights can be read from files as they are."""
+    """Whether weights can be read from files as they are: all but those of ``lacking``."""
+    lacking: frozenset[str] = frozenset()
+    """The names of the blocks of which no file has all weights as they are, with ``""`` for the non-block weights."""
     shares: tuple[str, ...] = ()
     """How much of its module other components own, one line each for the plan."""
     from_header: bool = False

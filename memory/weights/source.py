@@ -33,6 +33,10 @@ class WeightsSource:
         self.num_holders = 0
         self.read_bytes = 0
         self.read_s = 0.0
+        self.mapped: set[str] = set()
+        """The weights that their module held in a mapping of the file ([Note: mapped weights] in `mapped_files.py`)."""
+        self.keeps_pages = False
+        """Whether the system keeps what is read in its cache: RAM has room for it."""
         self.loading: Loading | None = None
         """How the module got the weights that it has; None where that is not known, and it may have others."""
         for path in paths:
@@ -41,6 +45,11 @@ class WeightsSource:
             for tensor in header.tensors:
                 if tensor.name.startswith(prefix):
                     self.files[tensor.name[len(prefix) :]] = file, tensor
+
+    def add_mapped(self, name: str, file: WeightsFile, tensor: TensorHeader) -> None:
+        """Have a weight that its module holds in a mapping of a file."""
+        self.files[name] = file, tensor
+        self.mapped.add(name)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -55,6 +64,10 @@ class WeightsSource:
     def was_loaded(self, loading: Loading) -> None:
         """Note how the module was just made of these files, and that nothing has written to its weights since."""
         self.loading = loading
+
+    def keep_pages(self, keeps: bool) -> None:
+        """Say whether RAM has room for the pages of what is read from now on."""
+        self.keeps_pages = keeps
 
     def origin_of(self, spec: TensorSpec) -> Origin | None:
         """Return the tensor that a loaded module may have a weight from, by name, dtype and shape; None if unknown.
@@ -101,7 +114,26 @@ class WeightsSource:
 
     def covers(self, component: Component) -> bool:
         """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""
-        return all(self.holds(spec) for block in [*component.blocks, component.non_block] for spec in block.tensors)
+        return not self.find_lacking(component)
+
+    def find_lacking(self, component: Component, *, among_mapped: bool = False) -> frozenset[str]:
+        """Return the names of the blocks of which the files do not have every weight, ``""`` for the non-block ones.
+
+        ``among_mapped``: only what was mapped counts as being there.
+        """
+        blocks = [*component.blocks, component.non_block]
+        has = [
+            all(self.holds(spec) and (spec.name in self.mapped or not among_mapped) for spec in block.tensors)
+            for block in blocks
+        ]
+        return frozenset(block.name for block, has_all in zip(blocks, has, strict=True) if not has_all)
+
+    def take_mapped(self, other: WeightsSource) -> None:
+        """Note what another source found mapped, where it is the tensor that this one has under the same name."""
+        for name in other.mapped:
+            own, found = self.files.get(name), other.files[name]
+            if own is not None and (own[0].version, own[1]) == (found[0].version, found[1]):
+                self.mapped.add(name)
 
     def read_into(
         self,
@@ -110,9 +142,12 @@ class WeightsSource:
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
     ) -> None:
-        """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all."""
+        """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all.
+
+        ``drop_pages`` counts only while RAM has no room for them (`keep_pages`).
+        """
         with self.held() as files:
-            self.read_from(files, targets, progress, drop_pages=drop_pages)
+            self.read_from(files, targets, progress, drop_pages=drop_pages and not self.keeps_pages)
 
     @contextmanager
     def held(self) -> Iterator[OpenFiles]:

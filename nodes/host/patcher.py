@@ -190,7 +190,7 @@ class HighwaterPatcher(ModelPatcher):
                 self.write_patch(key, weight, device)
 
     def write_patch(self, key: str, weight: HostedWeight, device: torch.device) -> None:
-        original = weight.wide(torch.device("cpu"))
+        original = weight.original()
         with weight.held_on(device):
             self.patch_weight_to_device(key, device_to=device)
         self.backup[key] = Backup(original, False)
@@ -223,9 +223,10 @@ class HighwaterPatcher(ModelPatcher):
     def model_state_dict_for_saving(self, model: torch.nn.Module | None = None, prefix: str = "") -> dict[str, Any]:
         """Return the state with the patches in it; encoded weights are decoded, which costs their wide bytes."""
         state: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)
-        for key in self.hosted.encoded_names:
-            if key.startswith(prefix) and key[len(prefix) :] in state:
-                state[key[len(prefix) :]] = self.hosted.weights[key].wide(torch.device("cpu"))
+        for key, weight in self.hosted.weights.items():
+            apart = weight.is_encoded or weight.rests_in_file
+            if apart and key.startswith(prefix) and key[len(prefix) :] in state:
+                state[key[len(prefix) :]] = weight.original()
         return state
 
     def check_inputs(self) -> None:

@@ -2,18 +2,20 @@
 
 [Note: state dicts] Core's loaders of files are each a reader of the file and a loader of its tensors. We call the two
 one after the other, so that the first can be left out for weights that the manager has kept ([Note: kept weights] in
-`memory/manager/kept_weights.py`), and so that it is known which weight came from which file. Dynamic models stay in
-core's own mapping of the file, and are read by core alone.
+`memory/manager/kept_weights.py`), so that it is known which weight came from which file, and so that weights stay in a
+private mapping of the file instead of being copied ([Note: tracing] in `memory/file_tensors.py`). Dynamic models stay
+in core's own mapping, which cannot be written to, and are read by core alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import comfy.utils
 
+from ...memory.errors import InvalidInput
 from ...memory.hosted_component import FileTensors, drop_kept_weights
 
 __all__ = ["Reading", "is_readable", "read_by"]
@@ -29,6 +31,9 @@ class Reading(FileTensors):
         kept = self.read(path)
         if kept is not None:
             return kept
+        if not comfy.utils.DISABLE_MMAP:
+            with suppress(InvalidInput):  # core says what is wrong with the file
+                return self.map_file(path)
         tensors, metadata = comfy.utils.load_torch_file(path, return_metadata=True, **how)
         self.watch(path, tensors)
         return tensors, metadata

@@ -131,7 +131,7 @@ for name in {files!r}:
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
-from highwater.memory.planner.plan import plan_components
+from highwater.memory.planner.planning import plan_components
 from highwater.memory.weights.component import Block, Component, TensorSpec
 weight = TensorSpec(name="b.0.weight", dtype="BF16", shape=(4, 4), encodable=True)
 blocks = (Block(name="b.0", tensors=(weight,)),)

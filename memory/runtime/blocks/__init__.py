@@ -11,7 +11,7 @@ __all__, __getattr__ = lazy_names(
         "staging": ["StagingArea", "StagingSlot"],
         "read_on_use": ["ReadOnUse"],
         "weight_group": ["WeightGroup"],
-        "pristine_slab": ["KnownOrigins", "PristineSlab", "count_tensors", "find_origins", "lying_in", "slab_of"],
+        "pristine_slab": ["KnownOrigins", "PristineSlab", "find_origins", "lying_in", "slab_of"],
         "group_reading": ["read_into_memory"],
         "unpacking": ["discard", "unpack"],
         "weight_swaps": ["Swaps", "foreign_tensors"],

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...transfer.pinned_memory import allocate_slab
+from ...transfer.pinned_memory import HostSlab, allocate_slab
 from ..tensors.reported_device import plainly
 from .weight_group import WeightGroup
 from .weight_store import FileStore
@@ -15,8 +15,11 @@ from .weight_store import FileStore
 __all__ = ["read_into_memory"]
 
 
-def read_into_memory(group: WeightGroup) -> None:
+def read_into_memory(group: WeightGroup, slab: HostSlab | None = None) -> None:
     """Read weights that rest in their file into host memory, where they stay. No pass or copy may be under way.
+
+    Args:
+        slab: what they are read into; by default a new pageable one.
 
     Raises:
         InvalidInput: the file has changed. The group is as before.
@@ -25,7 +28,7 @@ def read_into_memory(group: WeightGroup) -> None:
     assert isinstance(store, FileStore)
     given = find_given(group, store)
     with torch.inference_mode(False), torch.no_grad():
-        slab = allocate_slab(group.slab_bytes)
+        slab = slab or allocate_slab(group.slab_bytes)
         store.read_whole(slab.data)
     group.at_rest.rest_in(slab)
     with without_gone_places(group):  # a weight may be asked for while other code moves it to another name

@@ -13,10 +13,11 @@ from ...transfer.pinned_memory import HostSlab
 from ...transfer.slabs import SlabLayout
 from ...weights.file_origin import Origin
 from ...weights.quantized_leaves import leaves_of
+from ...weights.tensor_holders import CAN_COUNT, count_tensors
 from .weight_group import WeightGroup
 from .weight_store import HostStore, SharedStore
 
-__all__ = ["KnownOrigins", "PristineSlab", "count_tensors", "find_origins", "lying_in", "slab_of"]
+__all__ = ["KnownOrigins", "PristineSlab", "find_origins", "lying_in", "slab_of"]
 
 KnownOrigins: TypeAlias = Mapping[str, tuple[tuple[int, Origin] | None, ...]]
 """For the leaves of a weight, by its name, where each lay in host memory when it was read, and what it was read from;
@@ -70,16 +71,6 @@ class PristineSlab:
         there = [leaf.data_ptr() == begin + offset for leaf, offset in zip(leaves, self.layout.offsets, strict=True)]
         num_leaves = len({id(leaf) for leaf, is_there in zip(leaves, there, strict=True) if is_there})
         return num_leaves > 0 and count_tensors(self.slab.data) == 1 + num_leaves and not self.slab.has_pieces()
-
-
-CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
-
-
-def count_tensors(slab: torch.Tensor) -> int:
-    """Return how many tensors share a slab's storage, with itself; many where torch does not tell."""
-    if not CAN_COUNT:
-        return 1 << 30
-    return int(torch._C._storage_Use_Count(slab.untyped_storage()._cdata)) - 1  # the one that we ask by
 
 
 def lying_in(

@@ -140,10 +140,11 @@ class WeightGroup:
         progress: Callable[[int], None] | None = None,
         *,
         is_filled: bool = False,
+        reads_mapped: bool = False,
         sharing: SlabSharing | None = None,
     ) -> None:
         """Move the weights into a slab of host memory, as `WeightsAtRest.pack`."""
-        self.at_rest.pack(slab, source, progress, is_filled=is_filled, sharing=sharing)
+        self.at_rest.pack(slab, source, progress, is_filled=is_filled, reads_mapped=reads_mapped, sharing=sharing)
         self.placed.note(self.at_rest.tensors, BlockState.HOST)
 
     def rest_in_file(self, source: WeightsSource, bounce: BounceBuffers, *, written: Collection[str] = ()) -> None:

