@@ -316,9 +316,13 @@ class Leases:
             reason = "the driver refused to page-lock more memory: the rest is pageable, and its copies are synchronous"
             self.event_log.note("plan", member.id, 0, "host", reason)
 
-    def note_read(self, owner: str, num_bytes: int) -> None:
+    def note_read(self, owner: str, num_bytes: int, *, is_written: bool) -> None:
         """Note that a block that rested in its file takes RAM from now on."""
-        reason = "a block was read into RAM from its file and stays there, because other code uses its weights"
+        reason = (
+            "a block stays in RAM from now on, not in its file, because other code wrote to its weights"
+            if is_written
+            else "a block was read into RAM from its file and stays there, because other code uses its weights"
+        )
         self.event_log.note("plan", owner, num_bytes, "host", reason)
 
     def watch(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
@@ -377,9 +381,9 @@ class MemberManager:
         members = self.leases.members
         return [other.managed for other in member.lenders if members.get(other.id) is other]
 
-    def note_read(self, num_bytes: int) -> None:
-        """Note that a block of ``num_bytes`` was read into RAM because other code uses its weights."""
-        self.leases.note_read(self.member.id, num_bytes)
+    def note_read(self, num_bytes: int, *, is_written: bool = False) -> None:
+        """Note that a block of ``num_bytes`` stays in RAM because other code uses its weights, or wrote to them."""
+        self.leases.note_read(self.member.id, num_bytes, is_written=is_written)
 
 
 def is_own_pass(holder: object) -> TypeGuard[Pass]:

@@ -246,6 +246,7 @@ class Registry:
             tier = None
             reason = "its files do not hold its weights as they are now: they rest in RAM"
             self.event_log.note("plan", member.id, 0, "host", reason)
+            member.managed.read_all()  # what other code has not read by now
         item = PlacementItem(component=member.name, devices=devices, tier=tier)
         plan = self.replace_ready(
             [member], placement=Placement(items=(item,)), profile=profile, precision=precision, keeps_choices=True

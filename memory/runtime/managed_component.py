@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from weakref import ref
 
 import torch
@@ -220,7 +220,7 @@ class ManagedComponent:
         try:
             self.packing.pack(progress)
             for group in self.groups:
-                group.read_with(self.read_group)
+                group.read_with(self.read_group, partial(self.manager.note_read, is_written=True))
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
                 pinned = {
                     group.name: group.slab_bytes
@@ -398,6 +398,13 @@ class ManagedComponent:
             if isinstance(group.at_rest.store, FileStore):
                 read_into_memory(group)
                 self.manager.note_read(group.slab_bytes)
+
+    def read_all(self) -> None:
+        """Leave every device, and read what rests in files into RAM. No pass may run. Raises as `read_into_memory`."""
+        self.unload()
+        for group in self.groups:
+            if isinstance(group.at_rest.store, FileStore):
+                read_into_memory(group)
 
     # -- devices
 

@@ -84,10 +84,17 @@ class WeightGroup:
         """What the module was given last: `at_rest.tensors`, `copy.views` or those of `views`."""
         self.read_idle: Callable[[WeightGroup], None] | None = None
         """Reads the group into memory (`group_reading.py`) while nothing computes; None while it is not attached."""
+        self.note_written: Callable[[int], None] | None = None
+        """Told of the bytes when a group that was in its file stays in host memory, because it was written to."""
 
-    def read_with(self, read_idle: Callable[[WeightGroup], None] | None) -> None:
-        """Set the function that reads the group into memory while nothing computes; None: it is read no more."""
-        self.read_idle = read_idle
+    def read_with(
+        self, read_idle: Callable[[WeightGroup], None] | None, note_written: Callable[[int], None] | None = None
+    ) -> None:
+        """Set what reads the group into memory while nothing computes, and what is told that it stays there.
+
+        None: it is read no more.
+        """
+        self.read_idle, self.note_written = read_idle, note_written
 
     @property
     def state(self) -> BlockState:
@@ -309,7 +316,12 @@ class WeightGroup:
         except InvalidInput:  # the file is gone or has changed: these weights are nowhere else
             pass
         self.at_rest.rest_in(slab)
+        self.tell_written()
         return True
+
+    def tell_written(self) -> None:
+        if self.note_written is not None:
+            self.note_written(self.slab_bytes)
 
     # -- what the module holds
 
@@ -343,6 +355,7 @@ class WeightGroup:
                 host = allocate_slab(self.slab_bytes)
                 host.data.copy_(slab)
             self.at_rest.rest_as_written(host)
+            self.tell_written()
         else:
             self.at_rest.leave_shared()
             assert self.host_slab is not None

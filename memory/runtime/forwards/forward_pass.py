@@ -80,8 +80,12 @@ class ComponentManager(Protocol):
         """
         ...
 
-    def note_read(self, num_bytes: int) -> None:
-        """Note that a block of ``num_bytes`` was read into RAM because other code uses its weights."""
+    def note_read(self, num_bytes: int, *, is_written: bool = False) -> None:
+        """Note that a block of ``num_bytes`` stays in RAM from now on, because other code uses its weights.
+
+        Args:
+            is_written: because other code wrote to them while they were on a device.
+        """
         ...
 
 
@@ -102,7 +106,7 @@ class NoManager:
     def lenders(self) -> Sequence[Lender]:
         return ()
 
-    def note_read(self, num_bytes: int) -> None: ...
+    def note_read(self, num_bytes: int, *, is_written: bool = False) -> None: ...
 
 
 def finish_nothing(current: Pass, completed: bool) -> None:
