@@ -1,9 +1,10 @@
 """Whole models from their files: `load_model` builds a module on the meta device, `load_weights` reads its weights.
 
-[Note: modules on meta] What `load_model` returns has its weights on the meta device and knows its file. Nothing is read
-until the weights are needed: `manage` reads them straight into its slabs or leaves them on disk; `load_weights` reads
-them into memory of the module's own. Only parameters are on the meta device. Buffers that a constructor computes, such
-as the tables of rotary embeddings, are in no file: they have memory from the start.
+[Note: modules on meta] What `load_model` returns has its weights on the meta device and knows its file, and so does a
+copy of it. Nothing is read until the weights are needed: `manage` reads them straight into its slabs or leaves them on
+disk; `load_weights` reads them into memory of the module's own. Until then all that needs them raises one line ([Note:
+unread] in `runtime/tensors/unread_weight.py`). Only parameters are on the meta device. Buffers that a constructor
+computes, such as the tables of rotary embeddings, are in no file: they have memory from the start.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .errors import InvalidInput, quoted, reason_of, require
 from .model_class import bounded_parameters, build_on_meta, find_class, read_config
 from .name_matching import StoredWeight, match_names
 from .runtime.holders import refuse_managed
+from .runtime.tensors.unread_weight import Unread, mark_unread, unread_of
 from .weights.quantized_leaves import Wrapper
 from .weights.source import WeightsSource
 
@@ -86,10 +88,12 @@ def load_model(
             device = "cpu" if weight.is_buffer else "meta"
             tensor = torch.empty(weight.header.shape, dtype=weight.dtype, device=device)
         weight.replace_in(module, tensor)
-        if weight.is_buffer:
-            to_read.append((weight.stored_name, tensor))
         for name in weight.names:
             source.alias(name, weight.stored_name)
+        if weight.is_buffer:
+            to_read.append((weight.stored_name, tensor))
+        else:
+            mark_unread(module.get_parameter(weight.names[0]), Unread(source, frozenset(weight.names)))
     source.read_into(to_read)
     on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if on_meta:
@@ -122,7 +126,7 @@ def load_weights(
     require(prefix, str, what="prefix", allowed="text")
     refuse_managed(module)
     if path is None:
-        known = sources.get(module)
+        known = sources.get(module) or source_of_copy(module)
         if known is None:
             raise InvalidInput(f"{type(module).__name__} did not come from load_model; name the file of its weights")
         source, place = known, next(file.path for file, _ in known.files.values())
@@ -142,7 +146,15 @@ def load_weights(
 def source_of(module: nn.Module) -> WeightsSource | None:
     """Return the files of a module on the meta device; None once a weight has memory, and may differ from its file."""
     is_on_meta = all(parameter.is_meta for parameter in module.parameters())
-    return sources.get(module) if is_on_meta else None
+    return (sources.get(module) or source_of_copy(module)) if is_on_meta else None
+
+
+def source_of_copy(module: nn.Module) -> WeightsSource | None:
+    """Return the files of a copy of a module on the meta device: all its weights are unread, under their own names."""
+    unread = {name: unread_of(parameter) for name, parameter in module.named_parameters()}
+    found = {each.source for name, each in unread.items() if each is not None and name in each.names}
+    is_whole = bool(unread) and all(each is not None and name in each.names for name, each in unread.items())
+    return found.pop() if is_whole and len(found) == 1 else None
 
 
 def find_shards(path: Paths) -> list[Path]:

@@ -15,6 +15,7 @@ from ..planner.plan import ComponentPlan
 from ..runtime.changes.other_offloaders import find_rival, is_scripted
 from ..runtime.forwards.module_caches import address_of, computed_weights
 from ..runtime.tensors.parameter_slots import split_owner
+from ..runtime.tensors.unread_weight import unread_of
 from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component
 from ..weights.source import WeightsSource
@@ -52,6 +53,11 @@ def refuse_unsuitable(
         if id(parameter) in managed:
             by = managed[id(parameter)]
             raise InvalidInput(f"{name}: {parameter_name!r} is managed already, {by}; release that first")
+        unread = unread_of(parameter)
+        if unread is not None and parameter.is_meta and not component.has_file:
+            raise InvalidInput(
+                f"{name}: {unread.told}; manage the model as load_model returned it, or call load_weights(model) before"
+            )
         if parameter.device.type != "cpu" and not (parameter.is_meta and component.has_file):
             raise InvalidInput(
                 f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"

@@ -70,6 +70,8 @@ class PlacedTensors:
     def take_replaced(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
         replaced = slot.held
+        if replaced.is_meta and not tensor.is_meta:
+            return  # the module was moved to the meta device: no values to take over
         if replaced.shape == tensor.shape and replaced.dtype == tensor.dtype:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(replaced)

@@ -8,6 +8,7 @@ __all__, __getattr__ = lazy_names(
         "deep_copies": ["Copied", "OwnHook"],
         "recomputing": ["RestingWeight", "in_backward"],
         "reported_device": ["Asked", "device_of", "plainly"],
+        "unread_weight": ["Unread", "UnreadWeight", "mark_unread", "unread_of"],
         "watched_data": [
             "Aliases",
             "WatchedTensor",

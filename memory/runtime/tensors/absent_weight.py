@@ -3,13 +3,16 @@
 [Note: absent] A weight that rests in its file has a form (shape, dtype) but no memory: writes to it would be lost, and
 results computed from it would be meaningless. Torch functions that need only its form get it as it is. For all other
 functions its block is read into host memory, where it stays, and they get the real weight. A tensor returned by
-``.data`` behaves in the same way.
+``.data`` behaves in the same way. Moves keep nothing in RAM: `Module.to` of a device leaves the weight as it is,
+because the engine undoes moves; ``weight.to(device)`` gives a copy that is read for it alone.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -17,16 +20,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .deep_copies import Copied
-from .form_functions import ASKS_FOR_FORM, FORM, LEFT_ALONE
+from .form_functions import ASKS_FOR_FORM, CONVERSIONS, FORM, LEFT_ALONE
 from .recomputing import in_backward, with_weights_on_device
 from .reported_device import Asked, plainly
+from .unread_weight import UnreadWeight
 from .watched_data import AnyTensor, WatchedTensor, refuse_absent
 
 __all__ = ["AbsentWeight", "Reader", "stand_for"]
 
-# Calls that ``Module.to`` and similar methods make for each parameter. The engine undoes moves, so they read no file;
-# to another dtype the weight itself is converted.
-CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
+APPLY = nn.Module._apply.__code__
 
 
 class Reader(Protocol):
@@ -59,20 +61,49 @@ class AbsentWeight(WatchedTensor):
             on_device = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
             if on_device is not None:
                 return function(*on_device[0], **on_device[1])
+        if UnreadWeight in types:
+            return NotImplemented  # it refuses what needs values
         given: Any = (args, dict(kwargs or {}))
         name = getattr(function, "__name__", "")
-        converts = name in CONVERSIONS and not args[0].is_data
-        if converts:
-            with plainly():
-                moved = function(*args, **(kwargs or {}))
-            if not isinstance(moved, torch.Tensor) or moved.dtype is args[0].dtype:
+        is_first = not args or isinstance(args[0], AbsentWeight)
+        if name in CONVERSIONS and is_first and getattr(args[0], "_is_param", False):  # ``.data`` is read
+            moved = args[0].move(function, args[1:], given[1], is_module=is_applied(sys._getframe(1)))
+            if moved is not None:
                 return moved
-        asks = name in ASKS_FOR_FORM or function in FORM
+        # `Module.to` asks before it assigns to ``data``.
+        is_itself = name == "_has_compatible_shallow_copy_type" and args[0] is args[1]
+        asks = function in FORM or (name in ASKS_FOR_FORM and name != "type_as") or is_itself
+        # Values of others go to the weight's device, as far as others see.
+        if args and (name == "new_tensor" if is_first else name in ("to", "type_as")):
+            given = tree_map_only(AbsentWeight, AbsentWeight.form_on_device, given)
         # If another argument has no memory either (a layer before its weights are loaded), only the form matters.
-        if not asks and not any(map(has_no_memory, tree_leaves(given))):
+        elif not asks and not any(map(has_no_memory, tree_leaves(given))):
             given = tree_map_only(AbsentWeight, AbsentWeight.present, given)
         with plainly():
             return function(*given[0], **given[1])
+
+    def form_on_device(self) -> torch.Tensor:
+        """Return an empty tensor of the dtype and on the device that the weight reports."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def move(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_module: bool
+    ) -> Any:
+        """Return what a conversion gives that leaves the dtype as it is; None for one to another dtype, which reads.
+
+        Args:
+            is_module: for `Module.to` and its like: the engine undoes moves of modules, so they read nothing.
+        """
+        with plainly():
+            empty = torch.empty((0,) * self.dim(), dtype=self.dtype)  # at rest it is on the CPU, as far as others see
+            moved = function(empty, *args, **kwargs)
+            if not isinstance(moved, torch.Tensor):
+                return moved
+            if moved.dtype is not self.dtype:
+                return None
+            if moved is empty or is_module:
+                return self
+            return torch.empty_like(self, device="meta") if moved.is_meta else self.copy_on(moved.device)
 
     def present(self) -> torch.Tensor:
         """Return the weight, read into memory.
@@ -119,6 +150,11 @@ class AbsentWeight(WatchedTensor):
         return self.present().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def is_applied(frame: FrameType) -> bool:
+    """Whether a frame is of the function that `Module.to` or its like applies to a parameter."""
+    return frame.f_back is not None and frame.f_back.f_code is APPLY
+
+
 def has_no_memory(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentWeight)
 
@@ -131,7 +167,7 @@ def stand_for(tensor: AnyTensor, reader: Reader, asked: Asked | None = None) -> 
     """
     if isinstance(tensor, AbsentWeight):
         tensor.reader = reader  # a component that was released before could not read it
-    elif type(tensor) is nn.Parameter:
+    elif type(tensor) in (nn.Parameter, UnreadWeight):
         tensor.__class__ = AbsentWeight  # type: ignore[assignment]
         tensor.reader, tensor._is_param = reader, True  # type: ignore[attr-defined]
     if isinstance(tensor, AbsentWeight):

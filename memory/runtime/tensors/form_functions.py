@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ASKS_FOR_FORM", "FORM", "GIVES_MEMORY", "LEFT_ALONE", "writes", "writes_first"]
+__all__ = ["ASKS_FOR_FORM", "CONVERSIONS", "FORM", "GIVES_MEMORY", "LEFT_ALONE", "writes", "writes_first"]
 
 AUGMENTED_ASSIGNMENTS = frozenset(
     f"__i{name}__"
@@ -31,9 +31,14 @@ MAKES_LIKE = """
     type_as empty_like zeros_like ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full
     new_tensor
 """
+# Attributes beside the values, which programs also set: whether gradients are wanted says nothing of the values.
+SET_BESIDE = ("requires_grad", "grad")
 FORM = frozenset(
     vars(torch._C.TensorBase)[name].__get__ for name in FORM_ATTRIBUTES.split() if name in vars(torch._C.TensorBase)
-)
+) | frozenset(vars(torch._C.TensorBase)[name].__set__ for name in SET_BESIDE)
+
+# Calls that ``Module.to`` and similar methods make for each parameter.
+CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
 
 # Functions that return the memory of a tensor as something other than a tensor.
 GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])

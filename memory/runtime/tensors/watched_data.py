@@ -25,6 +25,7 @@ from .deep_copies import copy_view
 from .form_functions import FORM, GIVES_MEMORY, LEFT_ALONE, writes
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
 from .reported_device import Asked, answer_device, device_in_backward, plainly
+from .unread_weight import mark_unread, unread_of
 
 __all__ = [
     "Aliases",
@@ -383,9 +384,12 @@ def watch(tensor: AnyTensor, asked: Asked | None = None, *, aliases: Aliases | N
 
 
 def unwatch(tensor: AnyTensor) -> AnyTensor:
-    """Make a watched parameter a plain one again. Returns the same object."""
+    """Make a watched parameter a plain one again, or an unread one that it was. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
+        unread = unread_of(tensor) if tensor.is_meta else None
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
         for name in OWN:
             vars(tensor).pop(name, None)
+        if unread is not None:
+            mark_unread(tensor, unread)
     return tensor
