@@ -28,6 +28,7 @@ __all__ = [
     "PinnedStats",
     "SimDeviceSpec",
     "advance",
+    "backed_memory",
     "clock_s",
     "cluster",
     "configure",
@@ -364,6 +365,19 @@ def copy_engine() -> Iterator[None]:
         ended.set()
         thread.join()
         _ops.copy_engine(False)
+
+
+@contextlib.contextmanager
+def backed_memory(num_bytes: int) -> Iterator[None]:
+    """In the body, give devices memory that the system has provided already, as long as so many bytes have room for it.
+
+    For measurements of real seconds: see [Note: backed memory] in ``simdevice.cpp``. Takes the RAM at once.
+    """
+    _ops.back_memory(num_bytes)
+    try:
+        yield
+    finally:
+        _ops.back_memory(0)
 
 
 def copying_bytes() -> int:

@@ -24,7 +24,15 @@
 // [Note: copy engine]
 // For measurements in wall time, a thread may move deferred copies meanwhile, piece by piece, as a
 // card fetches its bytes while the host does something else. Nothing is poisoned then: that would be a write by the
-// host, as slow as the copy. The books are the same with and without it.
+// host, as slow as the copy. The books are the same with and without it. A copy from pageable memory then passes through
+// two pinned buffers, from which the thread moves it, as a driver does (CUDA driver API, "API synchronization behavior":
+// the bytes are staged first, then moved to the device).
+//
+// [Note: backed memory]
+// A page of a device is a page of RAM, which the system provides when it is first touched, and a virtual machine's host
+// may have to find it first: a copy then costs several times what moving its bytes does. A card's memory is there. For
+// measurements in wall time devices therefore take their memory from one range that was touched beforehand, as long as
+// it has room.
 //
 // [Note: registered memory]
 // Host memory is pinned by torch's allocator, which rounds to powers of two, or by registering an exact range of
@@ -106,6 +114,8 @@ constexpr int kStreams = 1 + kPoolStreams;
 constexpr size_t kAlignment = 512;
 // From here on memory is mapped without reserving it: a model of 40 GB fits as long as its bytes are not touched.
 constexpr size_t kMappedBytes = size_t(64) << 20;
+// Of each of the two buffers through which a copy from pageable memory passes to the copy engine.
+constexpr size_t kStagingBytes = size_t(4) << 20;
 // As in driver_types.h.
 constexpr int kErrorInvalidValue = 1, kErrorMemoryAllocation = 2, kErrorInvalidDevice = 101;
 constexpr int kErrorHostMemoryAlreadyRegistered = 712, kErrorHostMemoryNotRegistered = 713;
@@ -146,6 +156,9 @@ struct Access {
 
 // ---------------------------------------------------------------------------------------------- State
 
+std::recursive_mutex state_mutex;
+using Lock = std::lock_guard<std::recursive_mutex>;
+
 // The RAM behind an allocation. A deferred copy shares it, so that freeing a tensor too early is reported as a
 // race and does not crash.
 struct Memory {
@@ -159,18 +172,65 @@ struct Memory {
   ~Memory();
 };
 
+size_t aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Untouched pages; null if the host has no room.
+std::shared_ptr<void> map_ram(size_t num_bytes) {
+  void* mapped = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+#ifdef MADV_HUGEPAGE
+  madvise(mapped, num_bytes, MADV_HUGEPAGE);  // a first touch costs half as much
+#endif
+  return {mapped, [num_bytes](void* bytes) { munmap(bytes, num_bytes); }};
+}
+
+// Touched pages that allocations share: see [Note: backed memory]. Guarded by `state_mutex`.
+class Backing : public std::enable_shared_from_this<Backing> {
+ public:
+  explicit Backing(size_t num_bytes) : pages_(map_ram(num_bytes)) {
+    TORCH_CHECK_WITH(OutOfMemoryError, pages_, "the host cannot map ", num_bytes, " bytes for simulated devices");
+    std::memset(pages_.get(), 0, num_bytes);
+    free_[static_cast<char*>(pages_.get())] = num_bytes;
+  }
+
+  // The lowest free bytes that are enough; null if none are.
+  std::shared_ptr<void> take(size_t num_bytes) {
+    const size_t count = aligned(num_bytes);
+    const auto found = std::find_if(free_.begin(), free_.end(), [&](const auto& gap) { return gap.second >= count; });
+    if (found == free_.end()) return nullptr;
+    const auto [begin, room] = *found;
+    free_.erase(found);
+    if (room > count) free_[begin + count] = room - count;
+    return {begin, [backing = shared_from_this(), count](void* bytes) {
+              Lock lock(state_mutex);
+              backing->give_back(static_cast<char*>(bytes), count);
+            }};
+  }
+
+ private:
+  void give_back(char* begin, size_t count) {
+    auto gap = free_.emplace(begin, count).first;
+    if (const auto next = std::next(gap); next != free_.end() && begin + count == next->first) {
+      gap->second += next->second;
+      free_.erase(next);
+    }
+    if (gap == free_.begin()) return;
+    const auto before = std::prev(gap);
+    if (before->first + before->second != begin) return;
+    before->second += gap->second;
+    free_.erase(gap);
+  }
+
+  std::shared_ptr<void> pages_;
+  std::map<char*, size_t> free_;  // bytes by where they begin; neighbours are joined
+};
+
 std::shared_ptr<Memory> allocate_ram(size_t num_bytes) {
   auto memory = std::make_shared<Memory>();
   if (num_bytes >= kMappedBytes) {
-    void* mapped =
-        mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped != MAP_FAILED) memory->owner.reset(mapped, [num_bytes](void* bytes) { munmap(bytes, num_bytes); });
-#ifdef MADV_HUGEPAGE
-    if (mapped != MAP_FAILED) madvise(mapped, num_bytes, MADV_HUGEPAGE);  // a first touch costs half as much
-#endif
+    memory->owner = map_ram(num_bytes);
   } else {
-    const size_t rounded = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    if (void* block = std::aligned_alloc(kAlignment, rounded)) memory->owner.reset(block, &std::free);
+    if (void* block = std::aligned_alloc(kAlignment, aligned(num_bytes))) memory->owner.reset(block, &std::free);
   }
   TORCH_CHECK_WITH(OutOfMemoryError, memory->owner, "the host cannot map ", num_bytes,
                    " bytes for a simulated device");
@@ -262,6 +322,7 @@ struct Simulator {
   std::map<const char*, Allocation*> claimed;  // live allocations of torch's that a driver has charged
   int64_t registrations_until_failure = 0;    // 0: none
   int64_t epoch = 0;                          // allocations of an earlier epoch are no longer on the books
+  std::shared_ptr<Backing> backing;           // null: allocations map their own memory
 
   Simulator() {
     int number = 0;
@@ -272,15 +333,12 @@ struct Simulator {
 
 // Never destroyed: tensors may outlive static destructors.
 Simulator& sim = *new Simulator;
-std::recursive_mutex state_mutex;
 
 // Who is asked for every allocation: see [Note: driver].
 struct {
   void* (*claim)(int64_t num_bytes) = nullptr;  // on the current device; null: does not fit
   void (*release)(void* claimed) = nullptr;
 } driver;
-
-using Lock = std::lock_guard<std::recursive_mutex>;
 
 template <typename Function>
 auto locked(Function function) {
@@ -561,11 +619,24 @@ DataPtr close_allocation(std::unique_ptr<Allocation> allocation, std::shared_ptr
   return {bytes, allocation.release(), &release_allocation, device};
 }
 
+std::shared_ptr<Memory> allocate_device_ram(size_t num_bytes) {
+  {
+    Lock lock(state_mutex);
+    if (std::shared_ptr<void> taken = sim.backing ? sim.backing->take(num_bytes) : nullptr) {
+      auto memory = std::make_shared<Memory>();
+      memory->bytes = static_cast<char*>(taken.get());
+      memory->owner = std::move(taken);
+      return memory;
+    }
+  }
+  return allocate_ram(num_bytes);
+}
+
 DataPtr allocate_on(int index, size_t num_bytes) {
   if (num_bytes == 0) return {nullptr, Device(kSim, index)};
   auto allocation = open_allocation(index, num_bytes);
   try {
-    return close_allocation(std::move(allocation), allocate_ram(num_bytes));
+    return close_allocation(std::move(allocation), allocate_device_ram(num_bytes));
   } catch (const c10::Error&) {
     if (allocation) release_allocation(allocation.release());
     throw;
@@ -1335,6 +1406,47 @@ void defer_copy(SimStream& stream, const Tensor& from, const Tensor& to) {
   defer_copy(stream, std::move(copy));
 }
 
+// Where bytes of pageable memory wait for the copy engine, which no host has to wait for otherwise.
+struct Staging {
+  std::mutex mutex;  // never asked for under `state_mutex`
+  std::array<std::vector<char>, 2> buffers{std::vector<char>(kStagingBytes), std::vector<char>(kStagingBytes)};
+  SimStream* stream = nullptr;  // of the last copy
+};
+
+// Move what the stream has of the buffer; the lock is held.
+void finish_staged(SimStream& stream, const std::vector<char>& buffer) {
+  const auto uses = [&](const DeferredCopy& copy) { return copy.source == buffer.data(); };
+  while (std::any_of(stream.deferred.begin(), stream.deferred.end(), uses)) {
+    stream.deferred.front().move(kStagingBytes);
+    if (stream.deferred.front().num_moved == stream.deferred.front().num_bytes) stream.deferred.pop_front();
+  }
+}
+
+// Copy from pageable memory with the copy engine; waits until all is staged, or moved. See [Note: copy engine].
+void copy_staged(SimStream& stream, const Tensor& from, const Tensor& to, bool until_moved) {
+  static Staging& staging = *new Staging;
+  const std::lock_guard<std::mutex> alone(staging.mutex);
+  const char* source = first_byte(from);
+  char* destination = first_byte_to_write(to);
+  const size_t num_bytes = to.nbytes();
+  if (staging.stream)
+    for (const auto& buffer : staging.buffers) locked([&] { finish_staged(*staging.stream, buffer); });
+  staging.stream = &stream;
+  for (size_t begin = 0, turn = 0; begin < num_bytes; begin += kStagingBytes, turn ^= 1) {
+    std::vector<char>& buffer = staging.buffers[turn];
+    locked([&] { finish_staged(stream, buffer); });
+    DeferredCopy copy;
+    copy.num_bytes = std::min(kStagingBytes, num_bytes - begin);
+    std::memcpy(buffer.data(), source + begin, copy.num_bytes);
+    copy.source = buffer.data(), copy.destination = destination + begin;
+    Lock lock(state_mutex);
+    if (const Allocation* allocation = allocation_behind(to)) copy.destination_memory = allocation->memory;
+    defer_copy(stream, std::move(copy));
+  }
+  Lock lock(state_mutex);
+  if (until_moved) run_deferred(stream);
+}
+
 void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool to_device = is_sim(to);
   const Tensor& on_device = to_device ? to : from;
@@ -1346,19 +1458,22 @@ void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
   const int64_t num_bytes = to.numel() * static_cast<int64_t>(on_device.element_size());
   if (!one_transfer && !on_device.is_contiguous())  // the temporary
     release_allocation(open_allocation(index, num_bytes).release());
+  SimStream* staged = nullptr;
   {
     Lock lock(state_mutex);
     SimDevice& device = device_at(index);
     SimStream& stream = current_stream(index);
     count_down_to_failure(index, name);
-    const bool asynchronous = one_transfer && lies_in_pinned(on_host) && non_blocking;
-      (to_device ? device.counters.h2d : device.counters.d2h)++;
+    const bool pinned = one_transfer && lies_in_pinned(on_host);
+    const bool asynchronous = pinned && non_blocking;
+    (to_device ? device.counters.h2d : device.counters.d2h)++;
     (to_device ? device.counters.h2d_bytes : device.counters.d2h_bytes) += num_bytes;
     const double rate = to_device ? device.rates.h2d_bytes_per_s : device.rates.d2h_bytes_per_s;
     double& link = to_device ? device.h2d_free_at_s : device.d2h_free_at_s;
 
     const bool deferred = asynchronous && (sim.defer_copies || sim.copy_engine);
-    if (!deferred) run_deferred(stream);
+    if (sim.copy_engine && one_transfer && to_device && !pinned) staged = &stream;
+    if (!deferred && !staged) run_deferred(stream);
     enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate, {&link});
     touch(from, stream, false, name);
     touch(to, stream, true, name);
@@ -1367,6 +1482,7 @@ void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
     if (!non_blocking || (!asynchronous && !to_device)) sim.host_clock.learn(stream.clock);
     if (deferred) return defer_copy(stream, from, to);
   }
+  if (staged) return copy_staged(*staged, from, to, !non_blocking);
   cpu_alias(to).copy_(cpu_alias(from));
 }
 
@@ -1643,6 +1759,13 @@ int64_t abandon() {
   return abandoned;
 }
 
+// Touch so many bytes for devices to take their memory from; 0: none. What was taken before stays where it is.
+void back_memory(int64_t num_bytes) {
+  auto backing = num_bytes ? std::make_shared<Backing>(num_bytes) : nullptr;
+  Lock lock(state_mutex);
+  sim.backing.swap(backing);
+}
+
 void advance(int64_t index, int64_t stream_id, double seconds) {
   Lock lock(state_mutex);
   SimDevice& device = device_at(index);
@@ -1684,6 +1807,7 @@ TORCH_LIBRARY(highwater_simdevice, library) {
   });
   library.def("copy_engine", [](bool running) { locked([&] { sim.copy_engine = running; }); });
   library.def("move_deferred", &move_deferred);
+  library.def("back_memory", &back_memory);
   library.def("occupy", [](int64_t index, int64_t num_bytes) {
     locked([&] { device_at(index).reserve_bytes = num_bytes; });
   });

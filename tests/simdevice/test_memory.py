@@ -154,6 +154,38 @@ def test_accelerator_memory(hardware: ModuleType) -> None:
     assert accelerator.max_memory_allocated(1) == 0
 
 
+# --- Backed memory
+
+
+def test_backed_memory_is_handed_out_again_and_joined(sim: ModuleType) -> None:
+    """In whatever order it comes back; what has no room in it is mapped, and both are in the books."""
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=64 * MIB)]), sim.backed_memory(3 * MIB):
+        first = torch.empty(3 * MIB, dtype=torch.uint8, device="sim:0")
+        begin = first.data_ptr()
+        beside = torch.ones(MIB, dtype=torch.uint8, device="sim:0")
+        assert not begin <= beside.data_ptr() < begin + 3 * MIB
+        assert sim.stats(0).used_bytes == 4 * MIB
+        del first, beside
+        for freed in ((0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)):
+            parts = [torch.full((MIB - 100,), number, dtype=torch.uint8, device="sim:0") for number in range(3)]
+            assert all(begin <= part.data_ptr() < begin + 3 * MIB and part.data_ptr() % 512 == 0 for part in parts)
+            assert [part.sum().item() for part in parts] == [0, MIB - 100, 2 * (MIB - 100)]
+            for number in freed:
+                parts[number] = None
+            whole = torch.empty(3 * MIB, dtype=torch.uint8, device="sim:0")
+            assert whole.data_ptr() == begin
+            del whole
+
+
+def test_a_tensor_in_backed_memory_outlives_it(sim: ModuleType) -> None:
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=64 * MIB)]):
+        with sim.backed_memory(2 * MIB):
+            kept = torch.ones(MIB, dtype=torch.uint8, device="sim:0")
+        other = torch.zeros(MIB, dtype=torch.uint8, device="sim:0")
+        assert (kept == 1).all().item() and (other == 0).all().item()
+        del kept, other
+
+
 # --- Pinned memory
 
 

@@ -159,6 +159,33 @@ def test_whoever_waits_finishes_what_the_copy_engine_has_begun(timed: ModuleType
         assert torch.equal(target.cpu(), values)
 
 
+@pytest.mark.parametrize("num_words", [3, 512 * 1024, 3 * 1024 * 1024 + 5])  # of 8 bytes
+@pytest.mark.parametrize("waits", [True, False])
+def test_with_the_copy_engine_pageable_memory_is_staged_first(timed: ModuleType, num_words: int, waits: bool) -> None:
+    """A copy that does not wait returns when its source may change; the clock is the one without an engine."""
+    values = torch.arange(num_words)
+    torch.empty_like(values, device=DEVICE).copy_(values, non_blocking=not waits)
+    torch.accelerator.current_stream(0).synchronize()
+    without_s = timed.clock_s()
+    timed.reset_clock()
+    source, targets = values.clone(), [torch.empty_like(values, device=DEVICE) for _ in range(2)]
+    with timed.copy_engine():
+        targets[0].copy_(source, non_blocking=not waits)
+        assert not (waits and timed.copying_bytes()), "it waited until all was moved"
+        source.neg_()
+        with torch.Stream(device=DEVICE) as side:
+            targets[1].copy_(source, non_blocking=not waits)
+            source.zero_()
+        side.synchronize()
+        torch.accelerator.current_stream(0).synchronize()
+        assert torch.equal(targets[0].cpu(), values) and torch.equal(targets[1].cpu(), -values)
+    timed.reset_clock()
+    with timed.copy_engine():
+        targets[0].copy_(values, non_blocking=not waits)
+        torch.accelerator.current_stream(0).synchronize()
+    assert timed.clock_s() == pytest.approx(without_s, rel=1e-12)
+
+
 def test_copies_of_one_stream_stay_in_order(hardware: ModuleType) -> None:
     first, second, back = (torch.full((8,), float(n)).pin_memory() for n in (1, 2, 0))
     target = torch.empty(8, device=DEVICE)
