@@ -6,11 +6,16 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..units import MIB
 from ..weights.source import WeightsSource
 from .copy_stream import CopyStream
 from .pinned_memory import Slabs, count_slabs
 
 __all__ = ["BounceBuffers", "allocate_slabs"]
+
+# How much of a buffer is filled at a time from a file that is in RAM. What was read should still be in the processor's
+# caches when it is copied: with 64 MiB at a time a load takes half as long again.
+CACHED_BYTES = 4 * MIB
 
 
 class BounceBuffers:
@@ -25,6 +30,8 @@ class BounceBuffers:
         self.done = [copies.event(), copies.event()]
         self.source: WeightsSource | None = None
         self.turn = 0
+        self.was_cached = True
+        """Whether what was read last was in RAM; as long as nothing was, that costs the least to find out."""
         self.was_refused = False
         """Whether the driver refused to lock them."""
 
@@ -43,7 +50,9 @@ class BounceBuffers:
 
     @property
     def buffer_bytes(self) -> int:
-        return self.buffers[0].numel()
+        """How many bytes of the next buffer to fill."""
+        num_bytes = self.buffers[0].numel()
+        return min(num_bytes, CACHED_BYTES) if self.was_cached else num_bytes
 
     def fill_from(self, source: WeightsSource) -> None:
         """Set the files that stay open, with their reader threads, as long as the buffers are open."""
@@ -58,6 +67,7 @@ class BounceBuffers:
         buffers = [slab.data for slab in slabs]
         pageable_bytes = sum(buffer.numel() for buffer in buffers if not buffer.is_pinned())
         self.slabs = buffers, {"pinned": slabs.locked_bytes, "host": pageable_bytes}
+        self.was_cached = True
         self.was_refused = slabs.was_refused
         if self.source is not None:
             self.source.hold()
@@ -75,8 +85,12 @@ class BounceBuffers:
         self.done[self.turn].synchronize()
         return self.buffers[self.turn]
 
-    def queue_copies(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies from parts of the buffer that was taken last, each to its target."""
+    def queue_copies(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], *, was_cached: bool) -> None:
+        """Queue copies from parts of the buffer that was taken last, each to its target.
+
+        ``was_cached``: they were read from a file that was in RAM.
+        """
+        self.was_cached = was_cached
         for source, target in parts:
             self.copies.copy(target, source)
         self.copies.mark_ready(self.done[self.turn])

@@ -68,11 +68,15 @@ class OpenFiles:
         return self.files[weights]
 
     def read(
-        self, read_chunk: Callable[[Chunk], ChunkRead], chunks: Sequence[Chunk]
+        self, read_chunk: Callable[[Chunk], ChunkRead], chunks: Sequence[Chunk], *, are_cached: bool
     ) -> Generator[ChunkRead, None, None]:
-        """Yield the result for each chunk, in their order. Closed early, it cancels the reads that have not begun."""
-        if len(chunks) == 1:  # handing it to a thread takes longer than a short read
-            yield read_chunk(chunks[0])
+        """Yield the result for each chunk, in their order. Closed early, it cancels the reads that have not begun.
+
+        Handing a chunk to a thread takes longer than a short read. And ``are_cached`` chunks, which are in RAM, keep
+        no thread waiting, but take a core each, of which whoever copies them further needs one, too.
+        """
+        if len(chunks) == 1 or (are_cached and (os.cpu_count() or 1) <= NUM_THREADS):
+            yield from map(read_chunk, chunks)
             return
         if self.pool is None:
             num_threads = NUM_THREADS if hasattr(os, "preadv") else 1  # without it they would share one position
@@ -123,8 +127,10 @@ class WeightsFile:
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
         files: OpenFiles | None = None,
-    ) -> None:
+    ) -> bool:
         """Fill CPU tensors with the bytes of named tensors, in the order of the file; returns when all are there.
+
+        The result says whether all of it was in the page cache before; False if that was not asked, or is not known.
 
         A target is contiguous and takes exactly the tensor's bytes, in whatever dtype, or a row of them; no byte is
         asked for twice. The bytes come as they are stored. Takes no memory beside the targets. Counts as a write to
@@ -142,24 +148,29 @@ class WeightsFile:
         """
         targets = list(targets)
         chunks = cut_chunks(self.locate(targets))
+        runs = runs_of(chunks)
         num_done = 0
+        was_cached = False
         try:
             with nullcontext(files) if files is not None else OpenFiles() as opened:
                 file = opened.open(self)
-                advise(file, advice_for(chunks), 0, 0)
+                advise(file, advice_for(runs), 0, 0)
                 if drop_pages:
-                    for begin, end in runs_of(chunks):
-                        self.pages.look(file, begin, end)
-                with closing(opened.read(partial(self.read_chunk, file), chunks)) as reads:
+                    looks = [self.pages.look(file, begin, end) for begin, end in runs]
+                    was_cached = all(looks)
+                with closing(opened.read(partial(self.read_chunk, file), chunks, are_cached=was_cached)) as reads:
                     for begin, num_read in reads:
-                        if drop_pages:
+                        if drop_pages and not was_cached:
                             self.pages.drop(file, begin, begin + num_read)
                         num_done += num_read
                         if progress is not None:
                             progress(num_done)
+                for begin, end in runs if was_cached else ():  # nothing to drop, only to forget
+                    self.pages.drop(file, begin, end)
                 self.check_unchanged(file)
         finally:
             torch.autograd.graph.increment_version([target[1] for target in targets])
+        return was_cached
 
     def locate(self, targets: Sequence[Target]) -> list[tuple[int, memoryview]]:
         """Return where the bytes of each target begin in the file, and its memory, in the order of the file."""
@@ -245,9 +256,8 @@ def runs_of(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
     return runs
 
 
-def advice_for(chunks: Sequence[Chunk]) -> str:
+def advice_for(runs: Sequence[tuple[int, int]]) -> str:
     """Return whether the system should read ahead: not if most of what follows each run is not needed."""
-    runs = runs_of(chunks)
     num_bytes = sum(end - begin for begin, end in runs)
     is_long = len(runs) <= 1 or num_bytes >= len(runs) * READ_AHEAD_BYTES
     return "POSIX_FADV_SEQUENTIAL" if is_long else "POSIX_FADV_RANDOM"

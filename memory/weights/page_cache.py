@@ -2,9 +2,10 @@
 
 [Note: pages of others] Weights that are read for every pass would push all else out of the system's page cache, so what
 a read brought there is dropped behind it. But a file may be there because another program, or the user, keeps it warm.
-So before pages are read Linux is asked which of them it has (``mincore``, 3 ms for 512 MiB): those stay. Of a file that
-the process may neither write to nor owns Linux says that all pages are there; then nothing is dropped, nor where the
-system cannot tell or takes no such advice (macOS, Windows). The system reads ahead of what it was asked for, so the
+So before pages are read Linux is asked which of them it has: those stay. Mostly it has all or none, and it counts them
+(``cachestat``, Linux 6.5) in an eighth of the time in which it lists them (``mincore``, 9 ms for 512 MiB). Of a file
+that the process may neither write to nor owns Linux says that all pages are there; then nothing is dropped, nor where
+the system cannot tell or takes no such advice (macOS, Windows). The system reads ahead of what it was asked for, so the
 question covers what may come with a read, too, and what did is dropped when the file is closed. It keeps some pages
 together in larger pieces, and drops no part of one: at the edge of two reads such a piece may stay.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import re
 import sys
 from functools import cache
@@ -30,6 +32,8 @@ READ_AHEAD_REACH = 32 * MIB
 UNKNOWN, OURS, THEIRS = range(3)
 ARE_UNKNOWN, ARE_OURS = re.compile(rb"\x00+"), re.compile(rb"\x01+")
 ARE_THERE = re.compile(rb"\x02+")
+# The number of the call, for which the C library has no function.
+CACHESTAT = ctypes.c_long(451)
 # What mincore says of a page is in the lowest bit.
 STATES = bytes(THEIRS if answer & 1 else OURS for answer in range(256))
 
@@ -52,16 +56,21 @@ class PageCache:
         self.begun_ours: set[int] = set()
         """Those among them that a read brought in, while the file is closed."""
 
-    def look(self, file: FileIO, begin: int, end: int) -> None:
-        """Find out which pages are there, before what lies between two bytes is read, and what comes with it."""
+    def look(self, file: FileIO, begin: int, end: int) -> bool:
+        """Find out which pages are there, before what lies between two bytes is read, and what comes with it.
+
+        Returns whether all between the two bytes are there, and the system tells.
+        """
         if self.states is None:
             self.states = bytearray(self.num_pages)
             for page in self.begun_ours:
                 self.states[page] = OURS
         first, last = begin // PAGE_BYTES, min(self.num_pages, -(-(end + READ_AHEAD_REACH) // PAGE_BYTES))
-        for stretch in ARE_UNKNOWN.finditer(self.states, first, last):
-            found = resident_pages(file, *stretch.span())
-            self.states[stretch.start() : stretch.end()] = found.translate(STATES)
+        unknown = self.states.find(UNKNOWN, first, last)  # searching is faster than matching
+        for stretch in ARE_UNKNOWN.finditer(self.states, unknown, last) if unknown >= 0 else ():
+            self.states[stretch.start() : stretch.end()] = resident_pages(file, *stretch.span()).translate(STATES)
+        end_page = -(-end // PAGE_BYTES)
+        return find_mincore() is not None and self.states.count(THEIRS, first, end_page) == end_page - first
 
     def drop(self, file: FileIO, begin: int, end: int) -> None:
         """Take the pages between two bytes that we brought out of the cache; one at an edge when all of it was read.
@@ -106,12 +115,35 @@ class PageCache:
                 os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
 
 
+class CachestatRange(ctypes.Structure):
+    """As in linux/mman.h."""
+
+    _fields_ = (("begin", ctypes.c_uint64), ("num_bytes", ctypes.c_uint64))
+
+
+class Cachestat(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cache", "dirty", "writeback", "evicted", "recently_evicted"))
+
+
+def count_pages(file: FileIO, first: int, last: int) -> int | None:
+    """Return how many of the pages between two of a file are in RAM; None if the system does not tell."""
+    syscall = find_syscall()
+    if syscall is None:
+        return None
+    stretch, found = CachestatRange(first * PAGE_BYTES, (last - first) * PAGE_BYTES), Cachestat()
+    failed = syscall(CACHESTAT, file.fileno(), ctypes.byref(stretch), ctypes.byref(found), 0)
+    return None if failed else int(found.cache)
+
+
 def resident_pages(file: FileIO, first: int, last: int) -> bytes:
     """Return a byte for each page between two of a file, odd if the page is in RAM or the system does not tell."""
     num_pages = last - first
     mincore = find_mincore()
     if mincore is None:
         return b"\1" * num_pages
+    num_resident = count_pages(file, first, last)
+    if num_resident in (0, num_pages):
+        return bytes([num_resident != 0]) * num_pages
     unit = mmap.ALLOCATIONGRANULARITY
     begin = first * PAGE_BYTES // unit * unit
     num_before = first - begin // PAGE_BYTES
@@ -125,6 +157,14 @@ def resident_pages(file: FileIO, first: int, last: int) -> bytes:
     except (OSError, ValueError):  # a file system that maps nothing, or a file that was cut short
         return b"\1" * num_pages
     return b"\1" * num_pages if failed else answers.raw[num_before:]
+
+
+@cache
+def find_syscall() -> Any:
+    """Return the function that makes a system call by its number; None where `CACHESTAT` is another call or none."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return None
+    return getattr(ctypes.CDLL(None), "syscall", None)
 
 
 @cache

@@ -141,13 +141,13 @@ class WeightsSource:
         *,
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
-    ) -> None:
+    ) -> bool:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all.
 
         ``drop_pages`` counts only while RAM has no room for them (`keep_pages`).
         """
         with self.held() as files:
-            self.read_from(files, targets, progress, drop_pages=drop_pages and not self.keeps_pages)
+            return self.read_from(files, targets, progress, drop_pages=drop_pages and not self.keeps_pages)
 
     @contextmanager
     def held(self) -> Iterator[OpenFiles]:
@@ -178,19 +178,21 @@ class WeightsSource:
         progress: Callable[[int], None] | None,
         *,
         drop_pages: bool,
-    ) -> None:
+    ) -> bool:
         by_file: dict[WeightsFile, list[Target]] = defaultdict(list)
         for name, *rest in targets:
             file, tensor = self.files[name]
             by_file[file].append((tensor.name, *rest))
         num_before = 0
         begin_s = time.perf_counter()
+        were_cached = []
         for file, parts in by_file.items():
             tell = None if progress is None else count_on(progress, num_before)
-            file.read_into(parts, progress=tell, drop_pages=drop_pages, files=files)
+            were_cached.append(file.read_into(parts, progress=tell, drop_pages=drop_pages, files=files))
             num_before += sum(part[1].nbytes for part in parts)
         self.read_bytes += num_before
         self.read_s += time.perf_counter() - begin_s
+        return all(were_cached)
 
 
 def all_tensors(component: Component) -> list[TensorSpec]:

@@ -162,8 +162,8 @@ class FileStore:
                     to_read.append((name, part, first - offset))
                 parts.append((part, target[first - begin : last - begin]))
                 filled += last - first
-            self.source.read_into(to_read, drop_pages=True)
-            self.bounce.queue_copies(parts)
+            was_cached = self.source.read_into(to_read, drop_pages=True)
+            self.bounce.queue_copies(parts, was_cached=was_cached)
 
     def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
         """Yield what fits a bounce buffer: places of leaves, and the bytes of each, between two bytes of the slab."""

@@ -16,9 +16,11 @@ from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.devices.ledger import Kind
 from highwater.memory.runtime.managed_component import ManagedComponent
+from highwater.memory.transfer import bounce_buffers
 from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.weights.file_reader import WeightsFile
 from highwater.memory.weights.module_component import component_from_module
+from highwater.memory.weights.page_cache import PageCache
 from highwater.memory.weights.source import WeightsSource
 
 TIGHT = "0.45MiB"
@@ -63,6 +65,27 @@ def fail_third(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextM
 
 def on_disk(net, files, manager, profile: str = "auto"):
     return manage({"net": net}, placement="gpu:0:disk", profile=profile, files={"net": files}, manager=manager)
+
+
+@pytest.mark.parametrize("in_ram", [True, False])
+def test_a_file_in_ram_passes_in_small_parts(toys, machine, files, monkeypatch, in_ram: bool) -> None:
+    x, sizes = torch.randn(2, 5, 64), []
+    look, read_into = PageCache.look, WeightsSource.read_into
+    monkeypatch.setattr(bounce_buffers, "CACHED_BYTES", 4096)
+    monkeypatch.setattr(PageCache, "look", lambda *args: (look(*args), in_ram)[1])
+
+    def record(self, targets, **options) -> bool:
+        sizes.append(sum(target[1].nbytes for target in targets))
+        return read_into(self, targets, **options)
+
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        net = toys.build_net()
+        with on_disk(net, files, manager), monkeypatch.context() as patch:
+            patch.setattr(WeightsSource, "read_into", record)
+            assert torch.equal(net(x).cpu(), want)
+    assert sizes[0] <= 4096, "it is not known yet"
+    assert (max(sizes) <= 4096) == in_ram
 
 
 @pytest.mark.parametrize("profile", ["auto", TIGHT, "0.8MiB"])
@@ -963,8 +986,10 @@ def test_layers_of_peft_keep_their_values_beside_weights_that_rest_in_their_file
 def test_each_file_is_opened_once_and_threads_begin_once_while_a_component_is_loaded(
     toys, machine, files, monkeypatch, placement: str
 ) -> None:
-    """In windows of 8 KiB."""
+    """In windows of 8 KiB, with cores for all threads."""
     from highwater.memory.weights import file_reader
+
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
 
     opened, begun = [], []
     open_file, pool = WeightsFile.open, file_reader.ThreadPoolExecutor

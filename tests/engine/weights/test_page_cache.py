@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from highwater.memory.units import MIB, PAGE_BYTES
 from highwater.memory.weights import page_cache
 from highwater.memory.weights.file_reader import OpenFiles, WeightsFile
-from highwater.memory.weights.page_cache import resident_pages
+from highwater.memory.weights.page_cache import count_pages, resident_pages
 from highwater.memory.weights.safetensors_header import read_header
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which tells what it has of a file")
@@ -150,6 +150,77 @@ def test_parts_of_a_file_are_asked_for_as_the_whole(path: Path) -> None:
             told = {first + page for page, answer in enumerate(resident_pages(file, first, last)) if answer & 1}
             assert told == resident(path) & set(range(first, last))
         assert resident_pages(file, 0, NUM_PAGES + 50) is not None  # of a file that was cut short
+
+
+@pytest.mark.parametrize("there", ["all", "none", "some"])
+def test_pages_are_listed_only_where_some_are_there_and_some_are_not(path: Path, monkeypatch, there: str) -> None:
+    forget(path)
+    if there != "none":
+        warm(path, range(NUM_PAGES if there == "all" else 300))
+    with path.open("rb", buffering=0) as file:
+        if count_pages(file, 0, NUM_PAGES) is None:
+            pytest.skip("this system does not count pages")
+        before, lists = resident(path), []
+        mapped = mmap.mmap
+        monkeypatch.setattr(mmap, "mmap", lambda *args, **options: lists.append(1) or mapped(*args, **options))
+        told = resident_pages(file, 0, NUM_PAGES)
+        monkeypatch.undo()
+    assert {page for page, answer in enumerate(told) if answer & 1} == before
+    assert bool(lists) == (there == "some")
+
+
+def test_a_system_that_cannot_count_pages_lists_them(path: Path, monkeypatch) -> None:
+    forget(path)
+    warm(path, range(300))
+    monkeypatch.setattr(page_cache, "find_syscall", lambda: lambda *arguments: -1)
+    with path.open("rb", buffering=0) as file:
+        assert count_pages(file, 0, NUM_PAGES) is None
+        told = resident_pages(file, 0, NUM_PAGES)
+    assert {page for page, answer in enumerate(told) if answer & 1} == resident(path)
+
+
+@pytest.mark.parametrize("num_cores", [2, 8])
+@pytest.mark.parametrize("in_ram", [True, False])
+def test_threads_read_what_is_in_ram_only_where_there_are_cores_for_them(
+    path: Path, monkeypatch, num_cores: int, in_ram: bool
+) -> None:
+    whole, (tensor,) = path.read_bytes(), [t for t in read_header(path).tensors if t.name == "t4"]
+    forget(path)
+    if in_ram:
+        warm(path, range(NUM_PAGES))
+    monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    with OpenFiles() as files:
+        ((name, target),) = targets_of(["t4"])
+        WeightsFile(read_header(path)).read_into([(name, target)], drop_pages=True, files=files)
+        assert (files.pool is None) == (in_ram and num_cores == 2)
+    assert bytes(target.numpy()) == whole[tensor.begin : tensor.end]
+
+
+def test_what_stays_is_asked_for_again_in_the_next_pass(path: Path) -> None:
+    """Pages that were there, and that the system took since, are dropped when they were read again."""
+    weights = WeightsFile(read_header(path))
+    (tensor,) = [t for t in read_header(path).tensors if t.name == "t4"]
+    forget(path)
+    warm(path, range(NUM_PAGES))
+    with OpenFiles() as files:
+        assert weights.read_into(targets_of(["t4"]), drop_pages=True, files=files)
+        forget(path)
+        assert not weights.read_into(targets_of(["t4"]), drop_pages=True, files=files)
+    read = range(tensor.begin // PAGE_BYTES, -(-tensor.end // PAGE_BYTES))
+    assert len(resident(path) & set(read)) < 2 * PIECE_PAGES
+
+
+def test_a_read_says_whether_all_of_it_was_in_ram(path: Path, monkeypatch) -> None:
+    weights = WeightsFile(read_header(path))
+    pages_of = {t.name: range(t.begin // PAGE_BYTES, -(-t.end // PAGE_BYTES)) for t in read_header(path).tensors}
+    forget(path)
+    assert not weights.read_into(targets_of(["t4"]), drop_pages=True)
+    warm(path, pages_of["t1"])
+    assert weights.read_into(targets_of(["t1"]), drop_pages=True)
+    assert not weights.read_into(targets_of(["t1", "t4"]), drop_pages=True)
+    assert not weights.read_into(targets_of(["t1"])), "nobody asked"
+    monkeypatch.setattr(page_cache, "find_mincore", lambda: None)
+    assert not weights.read_into(targets_of(["t1"]), drop_pages=True), "nobody knows"
 
 
 @pytest.mark.parametrize("way", ["replaced", "written to", "gone"])

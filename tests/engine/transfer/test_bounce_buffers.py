@@ -1,0 +1,51 @@
+"""Bounce buffers: how much of them is filled at a time."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from highwater.memory.transfer.bounce_buffers import CACHED_BYTES, BounceBuffers
+from highwater.memory.transfer.copy_stream import CopyStream
+from highwater.memory.transfer.devices import find_device
+from highwater.memory.units import MIB
+
+BUFFER_BYTES = 3 * CACHED_BYTES
+
+
+@pytest.fixture
+def bounce(sim: ModuleType):
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=64 * MIB)]):
+        copies = CopyStream(find_device("gpu:0"))
+        bounce = BounceBuffers(copies)
+        bounce.open(BUFFER_BYTES, locks=True)
+        yield bounce
+        bounce.close()
+
+
+def copy(bounce: BounceBuffers, *, was_cached: bool) -> None:
+    part = bounce.take()[: bounce.buffer_bytes]
+    target = bounce.copies.allocate(part.numel())
+    bounce.queue_copies([(part, target)], was_cached=was_cached)
+    bounce.copies.drain()
+
+
+def test_of_a_file_in_ram_so_much_passes_at_a_time_as_caches_hold(bounce: BounceBuffers) -> None:
+    for was_cached in (False, True, True, False, False):
+        copy(bounce, was_cached=was_cached)
+        assert bounce.buffer_bytes == (CACHED_BYTES if was_cached else BUFFER_BYTES)
+
+
+def test_what_is_not_known_yet_counts_as_in_ram(bounce: BounceBuffers) -> None:
+    assert bounce.buffer_bytes == CACHED_BYTES
+    copy(bounce, was_cached=False)
+    bounce.close()
+    bounce.open(BUFFER_BYTES, locks=False)
+    assert bounce.buffer_bytes == CACHED_BYTES
+
+
+def test_a_buffer_that_is_smaller_is_filled(bounce: BounceBuffers) -> None:
+    bounce.close()
+    bounce.open(MIB, locks=True)
+    assert bounce.buffer_bytes == MIB
