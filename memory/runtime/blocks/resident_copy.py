@@ -11,6 +11,8 @@ from ..tensors.parameter_slots import ParameterSlot
 
 __all__ = ["ResidentCopy", "content_tag"]
 
+# Of the table whose rows and columns are summed up. The columns of a square one take longer where a CPU is the device.
+NUM_ROWS = 1024
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: the golden ratio of 64 bits
 
 
@@ -104,15 +106,17 @@ class ResidentCopy:
 
 @torch.no_grad()
 def content_tag(slab: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits that identify the contents of a slab, on its device; reads it twice, in kilobytes of extra memory.
+    """Return 64 bits that identify the contents of a slab, on its device; reads it twice.
+
+    Takes a thousandth of its bytes, or some kilobytes, of extra memory.
 
     The words as a table, and each row's and each column's sum times a factor of its own: words that change places
     change a row or a column, flipped signs do not cancel each other.
     """
     with torch.inference_mode(False):
         words = slab.view(torch.int64)
-        num_columns = max(1, math.isqrt(words.numel()))
-        num_rows = words.numel() // num_columns
+        num_rows = max(1, min(NUM_ROWS, math.isqrt(words.numel())))
+        num_columns = words.numel() // num_rows
         table, tail = words[: num_rows * num_columns].view(num_rows, num_columns), words[num_rows * num_columns :]
         sums = torch.cat([table.sum(1), table.sum(0), tail])
         factors = torch.arange(1, sums.numel() + 1, device=slab.device).mul_(MULTIPLIER).bitwise_or_(1)

@@ -125,7 +125,7 @@ def on_device(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def test_words_that_change_places_are_another_content() -> None:
     """The tag of a resident copy: swapped rows, swapped words, flipped signs, one bit."""
-    for num_words in (2, 3, 7, 64, 1000):
+    for num_words in (2, 3, 7, 64, 1000, (1 << 20) + 5000):
         words = torch.randint(-(2**62), 2**62, (num_words,))
         tag = int(content_tag(words.view(torch.uint8)))
         for change in (
