@@ -165,6 +165,8 @@ class Attacher:
             places = "&".join(freed)
             self.event_log.note("release", member.id, sum(freed.values()), places, reason, component_kind=kind)
         self.measures.sample()
+        if ending is None and not member.leaves_weights and member.managed.source is not None:
+            member.managed.source.drop_kept()
         pristine = member.managed.packing.take_pristine()
         if member.leaves_weights and self.event_log.is_running:
             self.kept.keep(member, pristine)

@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from io import FileIO
 from typing import TypeAlias
@@ -126,6 +126,7 @@ class WeightsFile:
         *,
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
+        keep_pages: bool = False,
         files: OpenFiles | None = None,
     ) -> bool:
         """Fill CPU tensors with the bytes of named tensors, in the order of the file; returns when all are there.
@@ -139,7 +140,8 @@ class WeightsFile:
         ``progress`` is called in this thread with the bytes done so far, every 4 MiB or sooner. What it raises stops
         the reading and is raised here, after the reads that have begun. ``drop_pages`` takes what was read out of the
         system's page cache, if it was not there before, a page that other tensors share when they have been read, too:
-        for files that are read again and again and would push out all others. ``files`` keeps file and threads for the
+        for files that are read again and again and would push out all others. ``keep_pages`` leaves it there and notes
+        what was not there before, for `drop_kept`. ``files`` keeps file and threads for the
         next call.
 
         Raises:
@@ -155,7 +157,7 @@ class WeightsFile:
             with nullcontext(files) if files is not None else OpenFiles() as opened:
                 file = opened.open(self)
                 advise(file, advice_for(runs), 0, 0)
-                if drop_pages:
+                if drop_pages or keep_pages:
                     looks = [self.pages.look(file, begin, end) for begin, end in runs]
                     was_cached = all(looks)
                 with closing(opened.read(partial(self.read_chunk, file), chunks, are_cached=was_cached)) as reads:
@@ -165,12 +167,20 @@ class WeightsFile:
                         num_done += num_read
                         if progress is not None:
                             progress(num_done)
-                for begin, end in runs if was_cached else ():  # nothing to drop, only to forget
+                for begin, end in runs if was_cached and drop_pages else ():  # nothing to drop, only to forget
                     self.pages.drop(file, begin, end)
+                for begin, end in runs if keep_pages else ():
+                    self.pages.keep(begin, end)
                 self.check_unchanged(file)
         finally:
             torch.autograd.graph.increment_version([target[1] for target in targets])
         return was_cached
+
+    def drop_kept(self) -> None:
+        """Take what reads with ``keep_pages`` brought out of the page cache; nothing where the file is gone."""
+        if self.pages.kept is not None:
+            with suppress(OSError), FileIO(self.path, opener=open_at_once) as file:
+                self.pages.drop_kept(file)
 
     def locate(self, targets: Sequence[Target]) -> list[tuple[int, memoryview]]:
         """Return where the bytes of each target begin in the file, and its memory, in the order of the file."""

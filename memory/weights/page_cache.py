@@ -55,6 +55,8 @@ class PageCache:
         """Of pages at the edge of what was read, the bytes that were read of each so far."""
         self.begun_ours: set[int] = set()
         """Those among them that a read brought in, while the file is closed."""
+        self.kept: bytearray | None = None
+        """A byte for each page: 1 for one that we brought and left there. None as long as none was left."""
 
     def look(self, file: FileIO, begin: int, end: int) -> bool:
         """Find out which pages are there, before what lies between two bytes is read, and what comes with it.
@@ -85,9 +87,24 @@ class PageCache:
         if first >= last:
             return
         for ours in ARE_OURS.finditer(self.states, first, last):
-            begin, end = (page * PAGE_BYTES for page in ours.span())
-            os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+            drop_pages(file, *ours.span())
         self.states[first:last] = bytes(last - first)
+
+    def keep(self, begin: int, end: int) -> None:
+        """Leave the pages between two bytes in the cache, for the next time, until `drop_kept`. The caller looked."""
+        assert self.states is not None
+        if self.kept is None:
+            self.kept = bytearray(self.num_pages)
+        first, last = begin // PAGE_BYTES, -(-end // PAGE_BYTES)
+        for ours in ARE_OURS.finditer(self.states, first, last):
+            self.kept[ours.start() : ours.end()] = b"\1" * (ours.end() - ours.start())
+        self.states[first:last] = bytes([THEIRS]) * (last - first)
+
+    def drop_kept(self, file: FileIO) -> None:
+        """Take the pages that `keep` left out of the cache. Those that a program has mapped stay."""
+        kept, self.kept = self.kept, None
+        for ours in ARE_OURS.finditer(kept or b""):
+            drop_pages(file, *ours.span())
 
     def completes(self, page: int, begin: int, end: int) -> bool:
         """Whether all tensors in a page have been read once now that those between two bytes were."""
@@ -100,7 +117,10 @@ class PageCache:
         return True
 
     def close(self, file: FileIO | None) -> None:
-        """Drop what came with a read and was not asked for. Then forget what is there: others may bring or drop it."""
+        """Drop what came with a read and was not asked for, or note that it stays, too, where what was read does.
+
+        Then forget what is there: others may bring or drop it.
+        """
         if self.states is None:
             return
         self.begun_ours = {page for page in self.begun if self.states[page] == OURS}
@@ -111,8 +131,16 @@ class PageCache:
             return
         for ours in ARE_OURS.finditer(states):
             for come in ARE_THERE.finditer(resident_pages(file, *ours.span()).translate(STATES)):
-                begin, end = ((ours.start() + page) * PAGE_BYTES for page in come.span())
-                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+                first, last = ours.start() + come.start(), ours.start() + come.end()
+                if self.kept is not None:
+                    self.kept[first:last] = b"\1" * (last - first)
+                else:
+                    drop_pages(file, first, last)
+
+
+def drop_pages(file: FileIO, first: int, last: int) -> None:
+    """Take the pages between two of a file out of the cache."""
+    os.posix_fadvise(file.fileno(), first * PAGE_BYTES, (last - first) * PAGE_BYTES, os.POSIX_FADV_DONTNEED)
 
 
 class CachestatRange(ctypes.Structure):

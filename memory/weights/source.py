@@ -69,6 +69,11 @@ class WeightsSource:
         """Say whether RAM has room for the pages of what is read from now on."""
         self.keeps_pages = keeps
 
+    def drop_kept(self) -> None:
+        """Take what reads brought into the system's cache, and left there, out of it."""
+        for file in {id(file): file for file, _ in self.files.values()}.values():
+            file.drop_kept()
+
     def origin_of(self, spec: TensorSpec) -> Origin | None:
         """Return the tensor that a loaded module may have a weight from, by name, dtype and shape; None if unknown.
 
@@ -144,10 +149,10 @@ class WeightsSource:
     ) -> bool:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all.
 
-        ``drop_pages`` counts only while RAM has no room for them (`keep_pages`).
+        While RAM has room for them (`keep_pages`) ``drop_pages`` notes the pages instead, for `drop_kept`.
         """
         with self.held() as files:
-            return self.read_from(files, targets, progress, drop_pages=drop_pages and not self.keeps_pages)
+            return self.read_from(files, targets, progress, handles_pages=drop_pages)
 
     @contextmanager
     def held(self) -> Iterator[OpenFiles]:
@@ -177,7 +182,7 @@ class WeightsSource:
         targets: Iterable[Target],
         progress: Callable[[int], None] | None,
         *,
-        drop_pages: bool,
+        handles_pages: bool,
     ) -> bool:
         by_file: dict[WeightsFile, list[Target]] = defaultdict(list)
         for name, *rest in targets:
@@ -188,7 +193,15 @@ class WeightsSource:
         were_cached = []
         for file, parts in by_file.items():
             tell = None if progress is None else count_on(progress, num_before)
-            were_cached.append(file.read_into(parts, progress=tell, drop_pages=drop_pages, files=files))
+            were_cached.append(
+                file.read_into(
+                    parts,
+                    progress=tell,
+                    drop_pages=handles_pages and not self.keeps_pages,
+                    keep_pages=handles_pages and self.keeps_pages,
+                    files=files,
+                )
+            )
             num_before += sum(part[1].nbytes for part in parts)
         self.read_bytes += num_before
         self.read_s += time.perf_counter() - begin_s

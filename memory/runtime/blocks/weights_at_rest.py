@@ -219,7 +219,8 @@ class WeightsAtRest:
             if slot.spec.name in source.mapped and index not in self.encoded and not slot.held.is_meta
         ]
         try:
-            source.read_into(targets)
+            if targets:
+                source.read_into(targets)
         except InvalidInput:
             return set()
         return {name for name, _ in targets}

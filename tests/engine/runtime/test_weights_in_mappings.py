@@ -18,7 +18,9 @@ from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
 from highwater.memory.planner import mixed_tiers
 from highwater.memory.runtime.blocks.weight_store import FileStore, HostStore
+from highwater.memory.transfer.devices import HostMemory
 from highwater.memory.units import KIB, MIB
+from highwater.memory.weights.file_reader import WeightsFile
 from highwater.memory.weights.mapped_files import find_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is mapped")
@@ -243,3 +245,34 @@ def test_weights_written_in_ram_are_not_read_from_the_file_again(machine, net) -
             handle.reprofile(profile="auto", **choices)
             assert torch.equal(net(x).cpu(), want), choices
             manager.ledger.check()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """Note for each reading whether it drops and whether it keeps pages."""
+    found: list[tuple[bool, bool]] = []
+    read_into = WeightsFile.read_into
+
+    def note(self, targets, *, drop_pages: bool = False, keep_pages: bool = False, **options) -> bool:
+        found.append((drop_pages, keep_pages))
+        return read_into(self, targets, drop_pages=drop_pages, keep_pages=keep_pages, **options)
+
+    monkeypatch.setattr(WeightsFile, "read_into", note)
+    return found
+
+
+@torch.no_grad()
+def test_pages_stay_in_the_systems_cache_while_ram_has_room_and_go_at_release(machine, net, reads, monkeypatch) -> None:
+    x, dropped = torch.randn(2, 5, 64), []
+    monkeypatch.setattr(WeightsFile, "drop_kept", lambda self: dropped.append(self.path.name))
+    with machine(8) as manager:
+        with manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+            net(x)
+            assert reads and set(reads) == {(False, True)}
+            reads.clear()
+            handle.unload()
+            total = HostMemory.now().total_bytes
+            manager.set_watermark("host", total, total)
+            net(x)
+            assert set(reads) == {(True, False)} and not dropped
+        assert dropped == ["net.safetensors"]

@@ -412,7 +412,8 @@ def test_weights_of_one_block_may_rest_in_different_forms(toys, machine, monkeyp
     names = [name for name, _ in plain.named_parameters() if is_encoded(name)][1:]  # and one that rests as it came
     kinds = {name: forms[name.partition(".")[2].partition(".")[2]] for name in names}
     monkeypatch.setattr(
-        "highwater.memory.planner.plan.choose_forms", lambda *_: {name: kind.numbers for name, kind in kinds.items()}
+        "highwater.memory.planner.planning.choose_forms",
+        lambda *_: {name: kind.numbers for name, kind in kinds.items()},
     )
     for name, kind in kinds.items():
         weight = plain.get_parameter(name)
