@@ -78,8 +78,6 @@ def adopt(
     if is_cpu(device) and wanted != Precision.AS_STORED:
         asked = f"profile {profile.name}: " if by_profile else ""
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")
-    if covers(profile.on_demand, name, kind):
-        notes.append(f"profile {profile.name}: disk is ignored for {name}: ComfyUI keeps its own models in RAM")
     if model is None:
         unload(patcher.model)  # core loads text encoders as it makes them where they need not move, such as on the CPU
     hosted = Hosted(name, kind, request, notes)
