@@ -152,12 +152,12 @@ def count_profile() -> dict[str, Any]:
     from highwater.headless.runner.runner import WorkflowRunner
     from highwater.headless.runner.workflow import load_workflow
     from highwater.memory.options import profile
-    from highwater.memory.planner import plan
+    from highwater.memory.planner import planning, replanning
     from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
     simdevice.configure([simdevice.SimDeviceSpec(total_bytes=64 * MIB)])
-    parse, make = profile.parse_profile.__code__, plan.plan_components.__code__
-    again = plan.replan.__code__
+    parse, make = profile.parse_profile.__code__, planning.plan_components.__code__
+    again = replanning.replan.__code__
     counts: Counter[str] = Counter()
     stacks: list[list[str]] = []
 

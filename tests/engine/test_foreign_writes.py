@@ -46,6 +46,7 @@ ALLOWED = {
         "alias.reader": OWN_TENSOR,
         "tensor.reader": OWN_TENSOR,
     },
+    "memory/runtime/tensors/unread_weight.py": {"alias.unread": OWN_TENSOR, "tensor.unread": OWN_TENSOR},
     "memory/runtime/tensors/computing_parameter.py": {"weight.alias": OWN_TENSOR, "weight.looked": OWN_TENSOR},
     "memory/weights/quantized_leaves.py": {
         "weight.__dict__": "a tensor of another pack's class shares what the weight's others say of its bytes"

@@ -20,4 +20,4 @@ def test_paths_are_short_and_texts_are_read_once() -> None:
     assert forward["files"] <= 28
     assert eviction["calls by file"]["memory/manager/eviction.py"]
     assert profile["parsed"] == 1
-    assert profile["by"][0].startswith("nodes/") and profile["by"][-1] == "memory/planner/plan.py"
+    assert profile["by"][0].startswith("nodes/") and profile["by"][-1] == "memory/planner/planning.py"

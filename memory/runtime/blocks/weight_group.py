@@ -171,10 +171,11 @@ class WeightGroup:
         waiting = {slot.spec.name: slot for slot in self.slots if slot.held.is_meta and not slot.is_buffer}
         if source is not None and waiting:
             with suppress(InvalidInput):
-                for name, weight in map_again(source, waiting).items():
+                mapped = map_again(source, waiting)
+                for name, weight in mapped.items():
                     repoint(waiting[name], [weight])
-                    if progress is not None:
-                        progress(weight.nbytes)
+                if progress is not None:
+                    progress(sum(weight.nbytes for weight in mapped.values()))
         fill_slots(self.slots, source, add_up(progress))
 
     def rename(self, names: Mapping[str, str]) -> None:

@@ -481,12 +481,11 @@ def test_blocks_that_stream_later_get_a_copy_in_ram_as_far_as_there_is_room() ->
     assert not again.shares[0].read_bytes and confirm_plan(part, again, smaller, profile) == again
     back = replan(part, again, machine(), profile)
     assert not back.streams and back.in_file == again.in_file, "what is in RAM stays there"
-    # RAM for five of them: the others are read from the file in each pass.
+    # RAM for five of them, or for three and two buffers: the others are read from the file in each pass.
     short = replan(part, first, with_ram(smaller, 5 * MIB), profile)
-    assert (
-        len(first.in_file - short.in_file) == 5
-        and short.shares[0].read_bytes == short.shares[0].streamed_bytes - 5 * MIB
-    )
+    (share,) = short.shares
+    assert len(first.in_file - short.in_file) == 3
+    assert share.read_bytes == share.streamed_bytes - 3 * MIB
     assert short.is_on_disk
 
 

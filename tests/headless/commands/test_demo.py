@@ -91,7 +91,8 @@ def test_books_and_devices_agree(demo) -> None:
     moved = sum(run["bytes_moved"] for run in demo.report["runs"])
     arrived = sum(counted["h2d_bytes"] for counted in demo.devices.values())
     inputs = arrived - moved  # prompts, noise and latents of four small images
-    assert 0 <= inputs < 0.02 * moved
+    # What rests in its file comes without the gaps that slabs have between tensors.
+    assert -0.001 * moved <= inputs < 0.02 * moved
     others = [device["other_bytes"] for device in demo.report["devices"][1:]]
     assert demo.left == [others, 0]
 

@@ -102,7 +102,7 @@ with simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=64 << 20)]):
 print(json.dumps(told))
 """
 ON_DISK = [{"placement": "*=gpu:0:disk"}, {"profile": "5,disk=all,diffusion=8MiB", "placement": "auto"}]
-RESIDENT = {"profile": "auto", "placement": "gpu:0"}
+RESIDENT = {"profile": "auto", "placement": "*=gpu:0:pinned"}
 
 
 def test_what_rests_on_disk_costs_no_ram_while_it_is_idle(models_directory: Path, tmp_path: Path) -> None:
