@@ -69,7 +69,7 @@ class FileTensors:
         self.kept: dict[Origin, tuple[torch.Tensor, int]] = {}
         """The kept weights that the library was given, or may be given, each with its version then."""
         self.mapped: dict[int, torch.Tensor] = {}
-        """The tensors that lie in private mappings of their files, by their addresses."""
+        """For tensors in private mappings of their files, by their addresses, the same in another such mapping."""
         self.unread = UnreadTensors()
         self.mode: Tracing | None = None
 
@@ -120,8 +120,8 @@ class FileTensors:
         return tensors, dict(header.metadata)
 
     def map_tensors(self, file: WeightsFile, names: list[str]) -> dict[str, torch.Tensor]:
-        tensors = map_tensors(file, names)
-        self.mapped |= {tensor.data_ptr(): tensor for tensor in tensors.values() if tensor.numel()}
+        tensors, others = map_tensors(file, names), map_tensors(file, names)
+        self.mapped |= {tensor.data_ptr(): others[name] for name, tensor in tensors.items() if tensor.numel()}
         return tensors
 
     def taken_beside(self, file: FileIdentity) -> set[int]:
@@ -217,12 +217,18 @@ class FileTensors:
                 return at, known[at][1]
         return None
 
-    def find_there(self, source: torch.Tensor, origin: Origin) -> torch.Tensor | None:
-        """Return a tensor that has what a copy of this one would have: a kept weight, or itself if it is mapped."""
+    def take_there(self, source: torch.Tensor, target: torch.Tensor, origin: Origin) -> torch.Tensor | None:
+        """Return a tensor that has what a copy of this one would have, if the target can be pointed to it.
+
+        A kept weight; or a mapping, which only one gets: what is written to one weight is not written to another.
+        """
         if origin in self.kept:
-            return self.kept[origin][0]
-        is_mapped = origin.dtype is None and source.data_ptr() in self.mapped and source.is_contiguous()
-        return source if is_mapped else None
+            kept = self.kept[origin][0]
+            return kept if takes(target, kept) else None
+        at, is_whole = source.data_ptr(), origin.dtype is None and source.is_contiguous()
+        if is_whole and at in self.mapped and takes(target, self.mapped[at]):
+            return self.mapped.pop(at)
+        return None
 
     def clone_unread(self, source: torch.Tensor, origin: Origin) -> torch.Tensor:
         """Return a clone of a file's tensor that is not read either, as long as nothing uses it."""
@@ -260,8 +266,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origin = self.files.copied_origin(
             source, (kwargs.get("dtype") or source.dtype) if target is None else target.dtype
         )
-        have = self.files.find_there(source, origin) if origin is not None and target is not None else None
-        if origin is not None and have is not None and target is not None and takes(target, have):
+        have = self.files.take_there(source, target, origin) if origin is not None and target is not None else None
+        if origin is not None and have is not None and target is not None:
             target.data = alike(have, target)
             self.files.copies[target.data_ptr()] = have, origin
             return target

@@ -94,8 +94,10 @@ class HostedWeight:
 
     @property
     def rests_in_file(self) -> bool:
-        """Whether no copy of it is in host memory."""
-        return self.slot.spec.name in self.group.at_rest.names_in_file
+        """Whether its file has it, and no copy of it is in host memory; one on a device may be there, unchanged."""
+        copy = self.group.copy
+        is_changed = copy is not None and copy.find_written()[0]
+        return self.slot.spec.name in self.group.at_rest.names_in_file and not is_changed
 
     def mapped(self) -> torch.Tensor:
         """Return a weight that rests in its file as a tensor in a private mapping of that, which costs no memory.
@@ -113,7 +115,7 @@ class HostedWeight:
 
     def wide(self, device: torch.device) -> torch.Tensor:
         """Return a copy on a device, in the form in which the weight computes."""
-        if self.rests_in_file and self.group.copy is None:
+        if self.rests_in_file:
             return self.mapped().to(device, copy=True)
         return self.group.wide(self.slot.spec.name, device)
 

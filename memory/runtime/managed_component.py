@@ -22,7 +22,7 @@ from ..weights.form_numbers import rests_of
 from ..weights.source import WeightsSource
 from .blocks.group_reading import read_into_memory
 from .blocks.weight_group import WeightGroup
-from .blocks.weight_store import FileStore
+from .blocks.weight_store import FileStore, HostStore
 from .blocks.weight_swaps import Swaps
 from .changes.state_dict_guard import StateGuard
 from .component_shares import build_shares
@@ -221,14 +221,7 @@ class ManagedComponent:
             self.packing.pack(progress)
             for group in self.groups:
                 group.read_with(self.read_group, partial(self.manager.note_read, is_written=True))
-            if self.packing.was_refused:  # plans to come choose what streams by what is locked
-                pinned = {
-                    group.name: group.slab_bytes
-                    for group in self.groups
-                    if group.at_rest.store is not None and not group.at_rest.blocks_host
-                }
-                tier = "pinned" if pinned else "host"
-                self.plan = replace(self.plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
+            self.plan = self.as_locked(self.plan)
             if self.guards_state:
                 self.changes.begin(self.packing)
                 self.answers = DeviceAnswers(self.module, self.device_of, is_inside=self.forwards.is_entered)
@@ -239,6 +232,20 @@ class ManagedComponent:
         except BaseException:
             self.detach(Ending.TAKEN_BACK)
             raise
+
+    def as_locked(self, plan: ComponentPlan) -> ComponentPlan:
+        """Return a plan that says what is page-locked, where the driver refused that: plans to come choose by it."""
+        if not self.packing.was_refused:
+            return plan
+        pinned = {
+            group.name: group.slab_bytes
+            for group in self.groups
+            if isinstance(group.at_rest.store, HostStore) and not group.at_rest.blocks_host
+        }
+        tier = plan.tier if plan.tier == "disk" else "pinned" if pinned else "host"
+        return replace(
+            plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()), locks_buffers=False
+        )
 
     def detach(self, ending: Ending = Ending.RESTORED) -> None:
         """Leave every device, give the module what the ending says, remove every hook. Idempotent; interrupted, it can
@@ -418,7 +425,8 @@ class ManagedComponent:
         self.forwards.note_unloaded()
         self.settle_books()
         try:
-            take_ram(self.packing, plan)
+            if take_ram(self.packing, plan):
+                plan = self.as_locked(plan)
             for share, part in zip(self.shares, plan.shares, strict=True):
                 queued += share.load(part, progress)
         except BaseException:

@@ -14,8 +14,10 @@ from .packing import Packing
 __all__ = ["take_ram"]
 
 
-def take_ram(packing: Packing, plan: ComponentPlan) -> None:
+def take_ram(packing: Packing, plan: ComponentPlan) -> bool:
     """Read blocks into RAM that rest in their file, where a new plan of the same blocks wants them there.
+
+    Returns whether the plan wants any.
 
     No pass runs. Those that the plan does not have resident leave the device first.
 
@@ -23,7 +25,7 @@ def take_ram(packing: Packing, plan: ComponentPlan) -> None:
         InvalidInput: the file has changed. Those that were read before stay in RAM.
     """
     if plan.in_file == packing.plan.in_file:
-        return
+        return False
     try:
         with packing.open_files():
             for share, part in zip(packing.shares, plan.shares, strict=True):
@@ -33,6 +35,7 @@ def take_ram(packing: Packing, plan: ComponentPlan) -> None:
     finally:
         packing.settle_books()
     packing.follow(plan)
+    return True
 
 
 def leaves_file(share: DeviceShare, number: int, plan: ComponentPlan) -> bool:

@@ -211,6 +211,13 @@ class WeightsFile:
     def cannot_be_opened(self, error: OSError) -> InvalidInput:
         return InvalidInput(f"{self.path}: was planned, but cannot be opened now: {error.strerror}")
 
+    def check_path(self) -> None:
+        """Refuse a file that was replaced or changed since its header was read. Raises `InvalidInput`."""
+        try:
+            self.check(FileVersion.at(self.path))
+        except OSError as error:
+            raise self.cannot_be_opened(error) from error
+
     def check_unchanged(self, file: FileIO) -> None:
         self.check(FileVersion.of(file.fileno()))
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from weakref import getweakrefcount
 
 import numpy as np
 import torch
@@ -26,14 +27,13 @@ from torch import nn
 
 from ..errors import InvalidInput, reason_of
 from ..units import PAGE_BYTES
-from .file_reader import OpenFiles, WeightsFile
+from .file_reader import WeightsFile
 from .safetensors_header import TORCH_NAMES, TensorHeader, WeightsHeader, read_header
 from .source import WeightsSource
 from .tensor_holders import count_tensors, find_held_elsewhere
 
 __all__ = ["find_mapped", "find_sources", "map_again", "map_tensors"]
 
-SUFFIXES = (".safetensors", ".sft")
 # What an entry of the pagemap says of a page: it is in RAM or swapped out; it is the file's.
 IN_USE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 ENTRY_BYTES = 8
@@ -57,8 +57,10 @@ def find_sources(modules: Mapping[str, nn.Module], known: Mapping[str, WeightsSo
     sources = dict(known)
     for name, module in modules.items():
         found = find_mapped(module)
-        if found is not None:
-            sources.setdefault(name, found).take_mapped(found)
+        if name in sources:
+            sources[name].take_mapped(found)
+        elif found is not None:
+            sources[name] = found
     return sources
 
 
@@ -85,14 +87,9 @@ def find_mapped(module: nn.Module) -> WeightsSource | None:
             for name, mapping in weights:
                 weight = module.get_parameter(name)
                 tensor = stored.get(mapping.offset + weight.data_ptr() - mapping.begin)
-                if (
-                    tensor is not None
-                    and is_form_of(tensor, weight)
-                    and id(weight) not in elsewhere
-                    and weight._use_count() == 1  # type: ignore[attr-defined]  # no graph of autograd has it
-                    and count_tensors(weight) == 1
-                    and not pages.are_written(weight.data_ptr(), weight.nbytes)
-                ):
+                if tensor is None or not is_form_of(tensor, weight) or id(weight) in elsewhere:
+                    continue
+                if is_alone(weight) and not pages.are_written(weight.data_ptr(), weight.nbytes):
                     source.add_mapped(name, file, tensor)
     return source if source.files else None
 
@@ -120,14 +117,14 @@ def map_tensors(file: WeightsFile, names: Iterable[str]) -> dict[str, torch.Tens
     Raises:
         InvalidInput: the file is gone, or is not what it was; or torch has no such dtype.
     """
-    with OpenFiles() as files, torch.inference_mode(False):
-        files.open(file)  # or it has changed
+    file.check_path()
+    with torch.inference_mode(False):
         try:
             with safe_open(file.path, framework="pt") as opened:
                 found = {name: opened.get_tensor(name) for name in names}
         except (SafetensorError, AttributeError, OSError) as error:
             raise InvalidInput(f"{file.path}: cannot be mapped: {reason_of(error)}") from error
-        files.open(file)
+    file.check_path()
     return found
 
 
@@ -146,18 +143,17 @@ def all_parameters(module: nn.Module) -> Iterator[torch.Tensor | None]:
 
 
 def read_mappings() -> Iterator[FileMapping]:
-    """Yield the private mappings of safetensors files, by their addresses."""
+    """Yield the private mappings of files, by their addresses; links are resolved, so names tell nothing of a file."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines if sys.platform == "linux" else ():
-        if not line.endswith(SUFFIXES):
-            continue
-        addresses, permissions, offset, volume, inode, path = line.split(None, 5)
+        addresses, permissions, offset, volume, inode, *named = line.split(None, 5)
+        path = named[0] if named else ""
         begin, end = (int(number, 16) for number in addresses.split("-"))
         major, minor = (int(number, 16) for number in volume.split(":"))
-        if permissions[3] == "p":
+        if permissions[3] == "p" and path.startswith("/"):
             yield FileMapping(begin, end, int(offset, 16), (major, minor), int(inode), path)
 
 
@@ -175,6 +171,12 @@ def is_form_of(tensor: TensorHeader, parameter: nn.Parameter) -> bool:
     """Whether a weight has the dtype and shape that the file gives its bytes."""
     dtype = getattr(torch, TORCH_NAMES.get(tensor.dtype, ""), None)
     return parameter.dtype is dtype and tuple(parameter.shape) == tensor.shape
+
+
+def is_alone(weight: nn.Parameter) -> bool:
+    """Whether no graph of autograd has a weight, no weak reference, and no other tensor its memory."""
+    has_graph = weight._use_count() > 1 or weight.grad is not None  # type: ignore[attr-defined]
+    return not has_graph and not getweakrefcount(weight) and count_tensors(weight) == 1
 
 
 class PageStates:

@@ -93,6 +93,7 @@ class WeightsSource:
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename weights, by their old names; all at once, because a new name may be another weight's old one."""
         self.files.update({new: self.files[old] for old, new in names.items()})
+        self.mapped = {names.get(name, name) for name in self.mapped}
 
     def alias_tied(self, component: Component) -> None:
         """Make each tied weight known by the name that its component gives it, whichever of its names the files have.
@@ -133,11 +134,12 @@ class WeightsSource:
         ]
         return frozenset(block.name for block, has_all in zip(blocks, has, strict=True) if not has_all)
 
-    def take_mapped(self, other: WeightsSource) -> None:
-        """Note what another source found mapped, where it is the tensor that this one has under the same name."""
-        for name in other.mapped:
-            own, found = self.files.get(name), other.files[name]
-            if own is not None and (own[0].version, own[1]) == (found[0].version, found[1]):
+    def take_mapped(self, other: WeightsSource | None) -> None:
+        """Have as mapped what another source found so now, where it is the tensor that this one has of the name."""
+        self.mapped = set()
+        for name in other.mapped if other is not None else ():
+            own, found = self.files.get(name), other.files[name] if other is not None else None
+            if own is not None and found is not None and (own[0].version, own[1]) == (found[0].version, found[1]):
                 self.mapped.add(name)
 
     def read_into(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
-from ...weights.mapped_files import map_again
 from ...weights.quantized_leaves import leaves_of
-from ...weights.source import WeightsSource
 from ...weights.storage_form import AS_STORED
 from ..tensors.parameter_slots import ParameterSlot, read_weights, repoint
 from ..tensors.reported_device import device_of
@@ -24,7 +22,7 @@ __all__ = ["discard", "unpack"]
 def unpack(group: WeightGroup, on_meta: Collection[str] = ()) -> None:
     """Give the module ordinary tensors again and drop the slab; encoded weights come back decoded.
 
-    Weights that rest in their file are read from it, in one go; those that came in a mapping of it are mapped again.
+    Weights that rest in their file are read from it, in one go; what came in a mapping of it comes back as it was.
 
     Args:
         on_meta: the weights that the module gets without memory.
@@ -33,15 +31,19 @@ def unpack(group: WeightGroup, on_meta: Collection[str] = ()) -> None:
         InvalidInput: a file is not what it was.
     """
     at_rest = group.at_rest
-    names = at_rest.names_in_file.difference(on_meta)
+    mapped = dict(at_rest.mapped)  # also of weights that came without memory before
+    names = at_rest.names_in_file.difference(on_meta, mapped)
     to_read = [slot for slot in group.slots if slot.spec.name in names and slot.owners]
     source = at_rest.store.source if isinstance(at_rest.store, FileStore) else None
-    stored = read_or_map(to_read, source)
+    read = zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
+    stored = {slot.spec.name: weight for slot, weight in read}
     group.kept.note(group.slots, at_rest.tensors)
     resting = itertools.chain(at_rest.tensors, itertools.repeat(None))  # fewer where packing failed half way
     for index, (slot, held) in enumerate(zip(group.slots, resting, strict=False)):
         name = slot.spec.name
-        if name in on_meta:
+        if name in mapped and slot.owners:
+            slot.hold(mapped[name])
+        elif name in on_meta:
             slot.hold(unwatch(at_rest.on_meta.get(name, slot.held)))
             if not slot.held.is_meta:
                 take_memory(slot)
@@ -64,15 +66,6 @@ def unpack(group: WeightGroup, on_meta: Collection[str] = ()) -> None:
     group.forget_resting()
     for index in group.encoded:  # only now: interrupted before, all of it is done again
         group.slots[index].rest_as(AS_STORED)
-
-
-def read_or_map(slots: Sequence[ParameterSlot], source: WeightsSource | None) -> dict[str, torch.Tensor]:
-    """Return weights that rest in their file, by name. Raises `InvalidInput` if that has changed."""
-    mapped = {slot.spec.name for slot in slots if source is not None and slot.spec.name in source.mapped}
-    to_read = [slot for slot in slots if slot.spec.name not in mapped]
-    read = zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
-    found = {slot.spec.name: weight for slot, weight in read}
-    return found | (map_again(source, mapped) if source is not None and mapped else {})
 
 
 def own_leaves(group: WeightGroup, index: int) -> list[torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -16,10 +15,9 @@ from ...transfer.pinned_memory import HostSlab, allocate_slab
 from ...transfer.slabs import Form
 from ...weights.form_numbers import AS_THEY_CAME, Forms
 from ...weights.known_forms import encoded_form
-from ...weights.mapped_files import map_again
 from ...weights.source import WeightsSource
 from ...weights.storage_form import AS_STORED
-from ..tensors.parameter_slots import ParameterSlot, add_up, fill_slots, read_weights, repoint, store_weight
+from ..tensors.parameter_slots import ParameterSlot, add_up, fill_slots, read_weights, store_weight
 from .block_state import BlockState
 from .computing_views import ComputingViews
 from .kept_tensors import KeptTensors
@@ -162,20 +160,8 @@ class WeightGroup:
         self.placed.note(self.at_rest.tensors, BlockState.IN_FILE)
 
     def fill(self, source: WeightsSource | None, progress: Callable[[int], None] | None = None) -> None:
-        """Give memory to weights that the module has on the meta device: mappings of their files.
-
-        So all processes that load a file have its pages once. What cannot be mapped is read into memory of its own, and
-        so are buffers. ``progress`` as in `pack`.
-        """
+        """Read weights that the module has on the meta device into memory of their own. ``progress`` as in `pack`."""
         self.at_rest.remember_on_meta()
-        waiting = {slot.spec.name: slot for slot in self.slots if slot.held.is_meta and not slot.is_buffer}
-        if source is not None and waiting:
-            with suppress(InvalidInput):
-                mapped = map_again(source, waiting)
-                for name, weight in mapped.items():
-                    repoint(waiting[name], [weight])
-                if progress is not None:
-                    progress(sum(weight.nbytes for weight in mapped.values()))
         fill_slots(self.slots, source, add_up(progress))
 
     def rename(self, names: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from ...errors import InvalidInput
 from ...transfer.bounce_buffers import BounceBuffers
@@ -69,6 +70,8 @@ class WeightsAtRest:
         """What the module holds in the states `BlockState.HOST` and `BlockState.IN_FILE`; empty in `IN_PLACE`."""
         self.on_meta: dict[str, torch.Tensor] = {}
         """What the module held in `BlockState.IN_PLACE` for weights that came without memory; for taking them back."""
+        self.mapped: dict[str, torch.Tensor] = {}
+        """What the module held of weights that rest in their file and came in a mapping of it, which costs nothing."""
         self.originals: dict[str, torch.Tensor] = {}
         """The module's own objects for weights that are shown wide; it has them again in `BlockState.IN_PLACE`."""
         self.opened: list[EncodedLeaves] = []
@@ -285,30 +288,61 @@ class WeightsAtRest:
         kept = {}
         self.remember_on_meta()
         fill_slots([slot for slot in self.slots if slot.is_buffer], source)
-        for slot in self.slots:
-            if not slot.is_buffer and slot.spec.name not in written and source.holds(slot.spec):
+        stand_ins = {
+            index: self.stand_in_for(slot.held)
+            for index, slot in enumerate(self.slots)
+            if not slot.is_buffer and slot.spec.name not in written and source.holds(slot.spec)
+        }
+        for index, slot in enumerate(self.slots):
+            if index in stand_ins:
                 names.append(slot.spec.name)
-                if not slot.held.is_meta:
-                    shape = torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")
-                    slot.hold(as_held(iter([shape]), slot))
             else:
                 for leaf in leaves_of(slot.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
-            self.tensors.append(self.watch(slot, slot.held, reader))
         self.layout.renew()  # files have contiguous weights
+        self.mapped = {
+            slot.spec.name: slot.held
+            for index, slot in enumerate(self.slots)
+            if index in stand_ins and slot.spec.name in source.mapped and not slot.held.is_meta
+        }
         self.store = FileStore(self.layout.at_rest, names, kept, source, bounce)
+        # From here on an interrupted packing is undone as one that was done.
+        for index, slot in enumerate(self.slots):
+            if index in stand_ins and stand_ins[index] is not slot.held:
+                slot.hold(stand_ins[index])
+            self.tensors.append(self.watch(slot, slot.held, reader))
+
+    @staticmethod
+    def stand_in_for(held: torch.Tensor) -> torch.Tensor:
+        """Return what a module holds in place of a weight: one that has no memory stands for itself."""
+        if held.is_meta:
+            return held
+        with torch.inference_mode(False):
+            shape = torch.empty(held.shape, dtype=held.dtype, device="meta")
+            return nn.Parameter(shape, requires_grad=held.requires_grad)
 
     def rest_in(self, slab: HostSlab) -> None:
         """Make a slab of host memory the weight store in place of the file."""
         assert isinstance(self.store, FileStore)
         kept_bytes = self.store.kept_bytes
         with torch.inference_mode(False):
-            views = self.views(slab.data)
+            views = [
+                self.point_original(slot, view) for slot, view in zip(self.slots, self.views(slab.data), strict=True)
+            ]
             self.store = HostStore(slab)
             self.tensors = [watch(view, self.asked, aliases=self.aliases) for view in views]
+            self.mapped = {}
         if self.charge_host is not None:
             self.charge_host(self.layout.at_rest.slab_bytes - kept_bytes)
+
+    def point_original(self, slot: ParameterSlot, view: torch.Tensor) -> torch.Tensor:
+        """Return the object that the module came with, pointed to a view of a slab; the view where it came without."""
+        original = self.mapped.get(slot.spec.name)
+        if original is None or original.is_inference() or slot.is_quantized:
+            return view
+        original.data = view.detach()
+        return original
 
     def rest_as_written(self, slab: HostSlab) -> None:
         """As `rest_in`, for weights that were written to: counts as a write."""
@@ -328,7 +362,7 @@ class WeightsAtRest:
         if self.sharing is not None:
             self.aliases.leave_by(take_own_memory)
             self.sharing = None
-        self.tensors, self.store, self.originals, self.origins = [], None, {}, ()
+        self.tensors, self.store, self.originals, self.origins, self.mapped = [], None, {}, (), {}
         self.opened, self.aliases, self.counted = [], Aliases(), ([], 0, [])
 
     # -- what the module holds for them
@@ -386,5 +420,6 @@ class WeightsAtRest:
         """Call weights by other names, by their former ones."""
         self.on_meta = {names.get(name, name): held for name, held in self.on_meta.items()}
         self.originals = {names.get(name, name): held for name, held in self.originals.items()}
+        self.mapped = {names.get(name, name): held for name, held in self.mapped.items()}
         if isinstance(self.store, FileStore):
             self.store.rename(names)

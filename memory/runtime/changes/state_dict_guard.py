@@ -47,11 +47,14 @@ class StateGuard:
                 yield module.register_load_state_dict_pre_hook(refuse)
 
     def list_resting(self) -> dict[str, list[str]]:
-        """Return, by module path, the names of the weights below it that rest encoded or in their file."""
+        """Return, by module path, the names of the weights below it that rest encoded or in their file.
+
+        Without those that came in a mapping of it: the module could be loaded into, so a block is read for that.
+        """
         below: dict[str, list[str]] = defaultdict(list)
         for group in self.groups:
             for slot in group.slots:
-                if not slot.is_buffer and group.keeps_apart(slot):
+                if not slot.is_buffer and group.keeps_apart(slot) and slot.spec.name not in group.at_rest.mapped:
                     for name in (slot.spec.name, *slot.spec.other_names):
                         parts = name.split(".")
                         for depth in range(len(parts)):

@@ -39,6 +39,13 @@ class WrittenWeights:
         """Weights of these names are not what their file has any more."""
         self.names |= frozenset(names)
 
+    def doubt_unmapped(self, groups: Iterable[WeightGroup]) -> None:
+        """Doubt weights that came in RAM of the module's own: whether their file has these values is not known."""
+        source = self.source
+        if source is not None:
+            slots = [slot for group in groups for slot in group.slots if not slot.is_buffer and not slot.held.is_meta]
+            self.doubtful |= {slot.spec.name for slot in slots if slot.spec.name not in source.mapped}
+
     def note_replaced(self, specs: Iterable[TensorSpec]) -> None:
         """The module holds weights of its own for these: what the files have of them is not what they are."""
         if self.source is not None:
