@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from highwater.headless.runner.runner import WorkflowRunner
 from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory.manager import default
 from highwater.memory.manager.manager import MemoryManager
+from highwater.memory.planner import mixed_tiers
 from highwater.nodes.forecast.queue_forecast import QueueForecast
 from highwater.nodes.pipelines.sampling import LoadedPipeline
 from highwater.tests.comfyui.test_kept_weights import pages_read
@@ -88,7 +90,18 @@ class Host:
 
 
 @pytest.fixture
-def host(sim: Any, models_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def packs_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all weights in RAM, as those are that no file has as they are."""
+    monkeypatch.setattr(mixed_tiers, "LEAST_SPARED_BYTES", 1 << 40)
+
+
+@pytest.fixture
+def host(packs_all: None, bare_host: Host) -> Host:
+    return bare_host
+
+
+@pytest.fixture
+def bare_host(sim: Any, models_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     models = tmp_path / "models"
     for name in ("tiny-sd", "tiny-flux"):
         shutil.copytree(models_directory / "diffusers" / name, models / "diffusers" / name)
@@ -104,6 +117,24 @@ def host(sim: Any, models_directory: Path, tmp_path: Path, monkeypatch: pytest.M
             host.runner.cache.clear()
             manager.release_all()
             manager.ledger.check()
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read from disks."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is mapped")
+def test_what_rests_in_its_files_is_not_read_from_disks_again(bare_host: Host) -> None:
+    want = bare_host.picture("tiny-sd")
+    plans = [part["plan"] for part in bare_host.manager.report()["components"]]
+    in_file = sum(plan["file_bytes"] for plan in plans)
+    assert in_file > 8 * MIB
+    bare_host.picture("tiny-flux")
+    before = bytes_read()
+    assert torch.equal(bare_host.picture("tiny-sd"), want)
+    assert bytes_read() - before < in_file / 4, "what Python imports late, and what others push out"
 
 
 @pytest.mark.parametrize("profile", PROFILES)
