@@ -89,8 +89,11 @@ class HostedWeight:
         return stored, None if self.factor is None else partial(multiply, self.factor)
 
     def at_rest(self) -> torch.Tensor:
-        """Return the tensor at rest."""
-        return self.group.at_rest.tensors[self.group.index_of(self.slot.spec.name)]
+        """Return the tensor at rest; the one on the device of a weight whose file has it otherwise."""
+        index, copy = self.group.index_of(self.slot.spec.name), self.group.copy
+        if copy is not None and isinstance(self.group.at_rest.store, FileStore):
+            return copy.views[index]
+        return self.group.at_rest.tensors[index]
 
     @property
     def rests_in_file(self) -> bool:

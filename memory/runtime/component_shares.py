@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from ..planner.plan import ComponentPlan
@@ -12,12 +13,14 @@ from ..transfer.devices import Device
 from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .blocks.bundle import Bundle
+from .blocks.read_on_use import ReadOnUse
 from .blocks.weight_group import WeightGroup
 from .devices.device_share import DeviceShare
 from .devices.ledger import Ledger
 from .kept_blocks import Home, find_kept
 from .packing import Packing
-from .tensors.parameter_slots import find_slots
+from .tensors.absent_weight import AbsentWeight
+from .tensors.parameter_slots import ParameterSlot, find_slots
 
 __all__ = ["build_shares"]
 
@@ -58,6 +61,8 @@ def build_shares(
     slots = find_slots(module, [*specs, *component.buffers])
     for slot in [slot for bundle in kept.values() for group in bundle.groups for slot in group.slots]:
         slot.become_as(slots[slot.spec.name])
+    for slot in slots.values():
+        take_home(slot)
     shares = []
     for index, part in enumerate(plan.shares):
         blocks = {}
@@ -74,3 +79,15 @@ def build_shares(
             fixed = Bundle(WeightGroup("", [slots[tensor.name] for tensor in tensors]))
         shares.append(DeviceShare(owner, devices[part.device], fixed, blocks, ledger, host_replaces=for_host))
     return shares
+
+
+def take_home(slot: ParameterSlot) -> None:
+    """Give the module a weight itself where it holds what stood for one in its file, and that block has ended.
+
+    What other code has exchanged is another weight than the one that the file has of this name.
+    """
+    held = slot.held
+    home = held.reader.home if isinstance(held, AbsentWeight) and isinstance(held.reader, ReadOnUse) else None
+    if home is not None:
+        with torch.inference_mode(False):
+            slot.hold(nn.Parameter(home.detach(), requires_grad=held.requires_grad))

@@ -111,8 +111,10 @@ class WeightGroup:
 
     @property
     def newest_slab(self) -> torch.Tensor:
-        """The slab with the latest values: the one on the device if it was written to there."""
-        slab = self.copy.slab if self.copy is not None and self.copy.is_written else self.host_slab
+        """The slab with the latest values: the one on the device if it was written to there, or rests in its file."""
+        slab = self.host_slab
+        if self.copy is not None and (slab is None or self.copy.is_written):
+            slab = self.copy.slab
         assert slab is not None
         return slab
 

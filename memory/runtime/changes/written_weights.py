@@ -80,7 +80,8 @@ class WrittenWeights:
     def compare(self, group: WeightGroup) -> None:
         """Compare a group's doubtful weights with their file. Raises `InvalidInput` if that has changed."""
         assert self.source is not None
-        doubtful = [s for s in group.slots if s.spec.name in self.doubtful and self.source.holds(s.spec)]
+        here = [slot for slot in group.slots if slot.owners and slot.spec.name in self.doubtful]
+        doubtful = [slot for slot in here if self.source.holds(slot.spec)]
         self.note(slot.spec.name for slot in doubtful if differs_from_file(slot, self.source))
 
     def end_doubts(self, groups: Iterable[WeightGroup]) -> None:

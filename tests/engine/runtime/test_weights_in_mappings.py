@@ -16,6 +16,10 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
+from highwater.memory.file_tensors import FileTensors
+from highwater.memory.hosted_weight import HostedWeight
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.planner import mixed_tiers
 from highwater.memory.runtime.blocks.weight_store import FileStore, HostStore
 from highwater.memory.runtime.tensors.parameter_slots import ParameterSlot
@@ -306,6 +310,48 @@ def test_an_interrupt_while_weights_are_left_in_their_file_loses_none(machine, n
         manager.ledger.check()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("squeezed", [False, True])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("placement", ["gpu:0:host", "gpu:0:pinned", "cpu", "gpu:0"])
+def test_exchanged_weights_stay_exchanged(toys, machine, net, placement: str, loaded: bool, squeezed: bool) -> None:
+    x, plain = torch.randn(2, 5, 64), toys.build_net()
+    with machine(8) as manager:
+        with manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+            if loaded:
+                net(x)
+            for each in (net, plain):
+                one, other = each.singles[0].up, each.singles[1].up
+                one.weight, other.weight = other.weight, one.weight
+            want = plain(x)
+            assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+            handle.unload()
+            if squeezed:
+                total, least = manager.devices["gpu:0"].total_bytes(), handle.plan["net"].device_bytes["gpu:0"] // 2
+                manager.set_watermark("gpu:0", total - least, total - least)
+                assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+                manager.set_watermark("gpu:0", 0, 0)
+            handle.reprofile(placement=placement)
+            assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+            manager.ledger.check()
+        assert torch.allclose(net(x), want, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_refusal_to_page_lock_is_in_the_plan(sim, machine, net) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
+        want = net(x).cpu()
+        managed = handle.members[0].managed
+        total, least = manager.devices["gpu:0"].total_bytes(), managed.plan.device_bytes["gpu:0"] // 2
+        manager.set_watermark("gpu:0", total - least, total - least)
+        sim.fail_registration(1)
+        assert torch.equal(net(x).cpu(), want)
+        assert managed.plan.streams and not managed.plan.pinned and not managed.plan.pinned_bytes
+        assert managed.plan.tier == "host" and torch.equal(net(x).cpu(), want)
+        manager.ledger.check()
+
+
 def test_small_components_are_packed(machine, net, monkeypatch) -> None:
     monkeypatch.setattr(mixed_tiers, "LEAST_SPARED_BYTES", 64 * MIB)
     with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
@@ -357,3 +403,42 @@ def test_pages_stay_in_the_systems_cache_while_ram_has_room_and_go_at_release(ma
             net(x)
             assert set(reads) == {(True, False)} and not dropped
         assert dropped == ["net.safetensors"]
+
+
+@torch.no_grad()
+def test_a_library_that_copies_a_mapped_file_gets_weights_that_are_apart(file: Path) -> None:
+    """One tensor for two weights, and a write to the library's own tensors after it has copied them."""
+    first, second = nn.Linear(64, 192, bias=False), nn.Linear(64, 192, bias=False)
+    with FileTensors() as files:
+        tensors, _ = files.map_file(file)
+        stored = tensors["singles.0.up.weight"]
+        first.weight.copy_(stored)
+        second.weight.copy_(stored)
+        want = stored.clone()
+        stored.mul_(2)
+    del files, tensors, stored
+    gc.collect()
+    assert mapped_names(nn.ModuleList([first, second])) == {"0.weight"}
+    first.weight.add_(1)
+    assert torch.equal(first.weight, want + 1) and torch.equal(second.weight, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("written", [False, True])
+def test_a_host_gets_the_newest_of_a_weight_whose_file_has_it(sim, machine, net, file: Path, written: bool) -> None:
+    with machine(8) as manager:
+        (member,), _ = manager.add(
+            {"net": net}, placement=parse_placement("gpu:0", devices=["cpu", "gpu:0"], components=["net"]),
+            profile=OffloadProfile(), precision=None, name=None, node_id=None,
+        )  # fmt: skip
+        net(torch.randn(2, 5, 64))
+        (group, slot) = next((g, s) for g in member.managed.groups for s in g.slots if "singles.0.up.w" in s.spec.name)
+        weight, want = HostedWeight(group, slot), load_file(file)["singles.0.up.weight"]
+        assert isinstance(group.at_rest.store, FileStore) and group.copy is not None
+        if written:
+            net.singles[0].up.weight.data.mul_(2)
+            want = want * 2
+        member.managed.settle()
+        for found in (weight.original(), weight.reader()[0], weight.wide(torch.device("cpu"))):
+            assert torch.equal(found.cpu(), want)
+        manager.release_all()
