@@ -70,6 +70,8 @@ class FileTensors:
         """The kept weights that the library was given, or may be given, each with its version then."""
         self.mapped: dict[int, torch.Tensor] = {}
         """For tensors in private mappings of their files, by their addresses, the same in another such mapping."""
+        self.keepers: dict[int, torch.Tensor] = {}
+        """For these others, by their addresses, a tensor that keeps their mapping, but has none of their memory."""
         self.unread = UnreadTensors()
         self.mode: Tracing | None = None
 
@@ -120,8 +122,10 @@ class FileTensors:
         return tensors, dict(header.metadata)
 
     def map_tensors(self, file: WeightsFile, names: list[str]) -> dict[str, torch.Tensor]:
-        tensors, others = map_tensors(file, names), map_tensors(file, names)
+        tensors, _ = map_tensors(file, names)
+        others, keeper = map_tensors(file, names)
         self.mapped |= {tensor.data_ptr(): others[name] for name, tensor in tensors.items() if tensor.numel()}
+        self.keepers |= {tensor.data_ptr(): keeper for tensor in others.values() if keeper is not None}
         return tensors
 
     def taken_beside(self, file: FileIdentity) -> set[int]:
@@ -269,7 +273,7 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         have = self.files.take_there(source, target, origin) if origin is not None and target is not None else None
         if origin is not None and have is not None and target is not None:
             target.data = alike(have, target)
-            self.files.copies[target.data_ptr()] = have, origin
+            self.files.copies[target.data_ptr()] = self.files.keepers.get(have.data_ptr(), have), origin
             return target
         if function is CLONE and origin is not None and not kwargs and self.files.unread.is_unread(source):
             return self.files.clone_unread(source, origin)

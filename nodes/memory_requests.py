@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..memory import MemoryManager
     from ..memory.manager import Member, SteeredComponent
 
-__all__ = ["NotThere", "give_back", "keep", "lend", "move", "release", "set_limits", "set_watermarks"]
+__all__ = ["NotThere", "give_back", "keep", "lend", "look_ahead", "move", "release", "set_limits", "set_watermarks"]
 
 Body = Mapping[str, Any]
 
@@ -100,6 +100,12 @@ def set_limits(manager: MemoryManager, body: Body) -> dict[str, Any]:
         if changes:
             manager.commands.set_idle_limits(limits)
     return {"keep_loaded": limits.num_loaded, "idle_s": limits.idle_s}
+
+
+def look_ahead(manager: MemoryManager, body: Body) -> dict[str, Any]:
+    """Read files of models that are used next while others compute, if ``on``, or only when they are loaded."""
+    manager.look_ahead(body["on"])
+    return {"on": body["on"]}
 
 
 def set_watermarks(manager: MemoryManager, body: Body) -> dict[str, Any]:

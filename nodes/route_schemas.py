@@ -55,6 +55,7 @@ REQUESTS: dict[str, Schema] = {
     "/highwater/watermark": record(
         {"marks": text("marks such as 1GiB:2GiB or gpu:0=5%:10%,host=4GiB:6GiB, or an empty text for the default ones")}
     ),
+    "/highwater/look-ahead": record({"on": {"type": "boolean", "description": "true or false"}}),
     "/highwater/default-profile": record(
         {"profile": text("a profile such as 4 or 8GiB for loaders left at auto, or an empty text for none")}
     ),
@@ -187,6 +188,7 @@ def answer_schemas() -> dict[str, Schema]:
             {"keep_loaded": {"type": ["integer", "null"]}, "idle_s": {"type": ["number", "null"]}}
         ),
         "/highwater/watermark": record({"watermarks": mapped(mark), "notes": listed(NAME)}),
+        "/highwater/look-ahead": record({"on": {"type": "boolean"}}),
         "/highwater/default-profile": record({"profile": NAME, "title": NAME}),
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
         "/highwater/profiles": record({"profiles": listed(PROFILE)}),

@@ -182,6 +182,7 @@ def make_routes(
         requesting("/highwater/move", "move"),
         requesting("/highwater/limits", "set_limits"),
         requesting("/highwater/watermark", "set_watermarks"),
+        requesting("/highwater/look-ahead", "look_ahead"),
         changing("/highwater/default-profile", set_default),
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
         ("GET", "/highwater/devices", telling(lambda _: tell_devices())),

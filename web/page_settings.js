@@ -1,7 +1,7 @@
 // @ts-check
 // The settings of the page, and what each of them changes: in the page, or on the server.
 import { useLanguage } from "./page_texts.js";
-import { keepFree, limit, MARKS, setDefaultProfile } from "./server.js";
+import { keepFree, limit, lookAhead, MARKS, setDefaultProfile } from "./server.js";
 import { makeListener } from "./settings.js";
 import { settingText } from "./texts.js";
 import { useUnits } from "./units.js";
@@ -53,6 +53,15 @@ export function settings({ showBadges, redraw }) {
       type: "text",
       defaultValue: "",
       onChange: makeListener((/** @type {string} */ profile, isChanged) => void setDefaultProfile(profile, isChanged), TYPING_MS, ""),
+    },
+    {
+      ...named("Highwater.LookAhead", memory),
+      type: "boolean",
+      defaultValue: true,
+      onChange: (/** @type {boolean | undefined} */ isOn, /** @type {boolean | undefined} */ before) => {
+        const isChanged = before !== undefined;
+        if (isOn !== undefined && (isChanged || !isOn)) void lookAhead(isOn, isChanged);
+      },
     },
     { ...named("Highwater.Badges", display), type: "boolean", defaultValue: true, onChange: live(showBadges) },
     {

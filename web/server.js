@@ -190,6 +190,18 @@ export async function setDefaultProfile(profile, isChanged) {
 }
 
 /**
+ * Read files of models that are used next while others compute, or only when they are loaded.
+ * @param {boolean} isOn
+ * @param {boolean} isChanged
+ */
+export async function lookAhead(isOn, isChanged) {
+  await change(text("ahead.title"), "look-ahead", { on: isOn }, (answer) => {
+    if (!isChanged) return null;
+    return text(answer.on ? "ahead.on" : "ahead.off");
+  });
+}
+
+/**
  * Limit how many models stay loaded, or for how long idle ones do, as a setting says.
  * @param {"keep_loaded" | "idle"} name
  * @param {number} value

@@ -21,11 +21,13 @@ from ..runtime.forwards.forward_pass import Guest, Pass
 from ..runtime.forwards.input_size import Size
 from ..runtime.forwards.recording_pauses import host_recordings
 from ..runtime.managed_component import ManagedComponent
+from ..units import format_bytes, format_seconds
 from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times
 from .card_sharing import CardSharing
 from .idle_unloading import IdleUnloading
 from .live_capacity import computable
+from .look_ahead import LookAhead
 from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
@@ -63,6 +65,7 @@ class Leases:
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
         """The members with leases, by id."""
+        self.look_ahead = LookAhead(self.capacity, self.leased)
         self.pack_anew: Callable[[Member], None] | None = None
         """Describes, plans and packs a component anew whose weights were converted (`Registry.pack_anew`)."""
         self.watchers: list[Callable[[str, int, int], None]] = []
@@ -111,7 +114,8 @@ class Leases:
     def touch(self, member: Member | SteeredComponent) -> None:
         """Note that a component is used now."""
         member.note_use(next(self.uses), self.event_log.now_s)
-        self.capacity.forecast.note_use(member.id)
+        if self.capacity.forecast.note_use(member.id):
+            self.look_ahead.follow()
 
     def hold(self, member: Member, holder: object) -> None:
         """Keep a component from being evicted or replaced. Loads nothing."""
@@ -291,8 +295,15 @@ class Leases:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
             reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.name}"
-            reason += self.streams_past(member, plan)
+            reason += self.streams_past(member, plan) + self.hidden(member)
             self.event_log.note("load", member.id, queued, where, reason)
+
+    def hidden(self, member: Member) -> str:
+        """Return how much of a member's files was read before it was loaded, and what that took."""
+        ahead = self.look_ahead.take(member.id)
+        if not ahead.num_bytes:
+            return ""
+        return f"; {format_bytes(ahead.num_bytes)} of it were read ahead: {format_seconds(ahead.seconds)} hidden"
 
     def make_ram(self, member: Member, plan: ComponentPlan) -> None:
         """Make room for what rests in its file so far and gets a copy in RAM by this plan, because it streams."""

@@ -358,6 +358,12 @@ class MemoryManager:
         with self.exclusive():
             if self.capacity.forecast.foresee(steps, num_running):
                 self.admission.order_steered()
+            self.leases.look_ahead.follow()
+
+    def look_ahead(self, is_on: bool) -> None:
+        """Read files of components that are used next while others compute (True, as at first), or not (False)."""
+        with self.exclusive():
+            self.leases.look_ahead.turn(is_on)
 
     def begin_run(self, run_id: str, name: str) -> None:
         """A prompt execution begins; plans are looked at again with the memory there is now."""

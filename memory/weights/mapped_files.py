@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -106,13 +106,15 @@ def map_again(source: WeightsSource, names: Iterable[str]) -> dict[str, torch.Te
         by_file.setdefault(file, []).append((name, tensor.name))
     mapped = {}
     for file, tensors in by_file.items():
-        found = map_tensors(file, [stored_name for _, stored_name in tensors])
+        found, _ = map_tensors(file, [stored_name for _, stored_name in tensors])
         mapped.update({name: found[stored_name] for name, stored_name in tensors})
     return mapped
 
 
-def map_tensors(file: WeightsFile, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return tensors of a file, by their names there, in private mappings of it. Reads nothing.
+def map_tensors(file: WeightsFile, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Return tensors of a file, by their names there, in a private mapping of it, which costs no read.
+
+    With them comes one more of them, which keeps the mapping there; None where there are no names.
 
     Raises:
         InvalidInput: the file is gone, or is not what it was; or torch has no such dtype.
@@ -122,10 +124,11 @@ def map_tensors(file: WeightsFile, names: Iterable[str]) -> dict[str, torch.Tens
         try:
             with safe_open(file.path, framework="pt") as opened:
                 found = {name: opened.get_tensor(name) for name in names}
+                keeper = opened.get_tensor(names[0]) if names else None
         except (SafetensorError, AttributeError, OSError) as error:
             raise InvalidInput(f"{file.path}: cannot be mapped: {reason_of(error)}") from error
     file.check_path()
-    return found
+    return found, keeper
 
 
 def plain_weights(module: nn.Module) -> Iterator[tuple[str, int, int]]:

@@ -93,12 +93,18 @@ class PageCache:
     def keep(self, begin: int, end: int) -> None:
         """Leave the pages between two bytes in the cache, for the next time, until `drop_kept`. The caller looked."""
         assert self.states is not None
+        first, last = begin // PAGE_BYTES, -(-end // PAGE_BYTES)
         if self.kept is None:
             self.kept = bytearray(self.num_pages)
-        first, last = begin // PAGE_BYTES, -(-end // PAGE_BYTES)
         for ours in ARE_OURS.finditer(self.states, first, last):
-            self.kept[ours.start() : ours.end()] = b"\1" * (ours.end() - ours.start())
+            self.note_kept(*ours.span())
         self.states[first:last] = bytes([THEIRS]) * (last - first)
+
+    def note_kept(self, first: int, last: int) -> None:
+        """Note pages between two that we brought and leave there, until `drop_kept`. Any thread may call it."""
+        if self.kept is None:
+            self.kept = bytearray(self.num_pages)
+        self.kept[first:last] = b"\1" * (last - first)
 
     def drop_kept(self, file: FileIO) -> None:
         """Take the pages that `keep` left out of the cache. Those that a program has mapped stay."""
@@ -133,7 +139,7 @@ class PageCache:
             for come in ARE_THERE.finditer(resident_pages(file, *ours.span()).translate(STATES)):
                 first, last = ours.start() + come.start(), ours.start() + come.end()
                 if self.kept is not None:
-                    self.kept[first:last] = b"\1" * (last - first)
+                    self.note_kept(first, last)
                 else:
                     drop_pages(file, first, last)
 

@@ -69,6 +69,15 @@ class WeightsSource:
         """Say whether RAM has room for the pages of what is read from now on."""
         self.keeps_pages = keeps
 
+    def warm(self, names: Iterable[str]) -> Iterator[int]:
+        """Bring weights into the system's cache, file by file, as `WeightsFile.warm`."""
+        by_file: dict[WeightsFile, list[str]] = defaultdict(list)
+        for name in names:
+            file, tensor = self.files[name]
+            by_file[file].append(tensor.name)
+        for file, stored_names in by_file.items():
+            yield from file.warm(stored_names)
+
     def drop_kept(self) -> None:
         """Take what reads brought into the system's cache, and left there, out of it."""
         for file in {id(file): file for file, _ in self.files.values()}.values():

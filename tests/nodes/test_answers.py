@@ -37,6 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/highwater/move": {"component": MODEL, "placement": "cpu"},
     "/highwater/limits": {"keep_loaded": 3, "idle": "10min"},
     "/highwater/watermark": {"marks": "gpu:0=5%:10%"},
+    "/highwater/look-ahead": {"on": False},
     "/highwater/default-profile": {"profile": ""},
 }
 ROUTES = make_routes(is_running=bool, host_features=dict)

@@ -221,6 +221,12 @@ def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
     assert post("/highwater/limits", {"idle": None}) == (200, {"keep_loaded": None, "idle_s": None})
 
 
+def test_reading_ahead_is_turned_off_and_on(server: Server, post: Callable) -> None:
+    for on in (False, True):
+        assert post("/highwater/look-ahead", {"on": on}) == (200, {"on": on})
+        assert server.manager.leases.look_ahead.is_on is on
+
+
 def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) -> None:
     """As the page makes them when it opens."""
     for number in range(1, 21):
@@ -259,6 +265,8 @@ def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) ->
         ("watermark", {"marks": "2%:1%"}, "2%"),
         ("watermark", {"marks": "moon=1%:2%"}, "column 1: device 'moon' is unknown"),
         ("watermark", {"device": "gpu:0", "marks": "0:0"}, "'device'"),
+        ("look-ahead", {}, "on is missing"),
+        ("look-ahead", {"on": 1}, "on 1; allowed: true or false"),
         ("default-profile", {}, "profile is missing"),
         ("default-profile", {"profile": 4}, "profile 4; allowed: a profile such as 4"),
         ("default-profile", {"profile": "8"}, "'8'"),

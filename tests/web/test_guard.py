@@ -121,6 +121,7 @@ def test_pages_of_other_sites_read_and_run_nothing(with_server, kind: str) -> No
             ("POST", "/highwater/keep"),
             ("POST", "/highwater/release"),
             ("POST", "/highwater/limits"),
+            ("POST", "/highwater/look-ahead"),
             ("POST", "/highwater/default-profile"),
         ):
             response = await server.client.request(method, path, headers=headers, json={} if method == "POST" else None)

@@ -32,6 +32,9 @@ declare namespace Highwater {
     watermark: {
       marks: string;
     };
+    "look-ahead": {
+      on: boolean;
+    };
     "default-profile": {
       profile: string;
     };
@@ -273,6 +276,9 @@ declare namespace Highwater {
         source: "set" | "setting" | "default";
       }>;
       notes: string[];
+    };
+    "look-ahead": {
+      on: boolean;
     };
     "default-profile": {
       profile: string;
