@@ -302,7 +302,7 @@ class TestHold:
 
 
 class TestWeights:
-    """Tells the dtype, shape and check sum of every weight of a model as it rests, and which files are mapped read-only.
+    """Tells the dtype, shape and check sum of every weight of a model at rest, and which files are mapped read-only.
 
     A write to a weight in one of those ends the host.
 
