@@ -50,7 +50,7 @@ def test_all_memory_is_back_after_free(
         before = read(host)
         assert before["pinned"] == 0 and not any(before["devices"])
         for _ in range(2):
-            sample(host, LARGE, Loaders())
+            sample(host, LARGE, Loaders(profile="1,quantize=none"))  # all of it in RAM
             loaded = read(host)
             assert loaded["rss"] > before["rss"] + 300 * MIB and loaded["pinned"] > 300 * MIB
             host.post("/free", {"unload_models": True, "free_memory": True})

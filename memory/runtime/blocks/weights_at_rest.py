@@ -300,17 +300,21 @@ class WeightsAtRest:
                 for leaf in leaves_of(slot.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
-        self.layout.renew()  # files have contiguous weights
-        self.mapped = {
-            slot.spec.name: slot.held
-            for index, slot in enumerate(self.slots)
-            if index in stand_ins and slot.spec.name in source.mapped and not slot.held.is_meta
+        replaced = {
+            index: slot.held for index, slot in enumerate(self.slots) if index in stand_ins and not slot.held.is_meta
         }
-        self.store = FileStore(self.layout.at_rest, names, kept, source, bounce)
-        # From here on an interrupted packing is undone as one that was done.
-        for index, slot in enumerate(self.slots):
-            if index in stand_ins and stand_ins[index] is not slot.held:
-                slot.hold(stand_ins[index])
+        came = {self.slots[index].spec.name: held for index, held in replaced.items()}
+        try:
+            for index in replaced:
+                self.slots[index].hold(stand_ins[index])
+            self.layout.renew()  # files have contiguous weights
+            self.mapped = {name: held for name, held in came.items() if name in source.mapped}
+            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce)
+        except BaseException:  # an interrupt: the module keeps what it had
+            for index, held in replaced.items():
+                self.slots[index].hold(held)
+            raise
+        for slot in self.slots:
             self.tensors.append(self.watch(slot, slot.held, reader))
 
     @staticmethod
