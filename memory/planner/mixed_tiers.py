@@ -53,13 +53,10 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool
         for index, part in open_parts.items()
         for number, (name, _, streams) in enumerate(part.lockable_parts())
     )
-    num_waiting = -1
-    while num_waiting != room.num_waiting:  # what needs no buffers any more leaves theirs to others
-        num_waiting = room.num_waiting
-        for *_, index, _, name in pieces:
-            room.give(index, name)
-        for index in sorted(open_parts, key=lambda index: open_parts[index].rank):
-            room.give_rest(index)
+    by_rank = sorted(open_parts, key=lambda index: open_parts[index].rank)
+    # What needs no buffers any more leaves theirs to what comes first.
+    while any(room.give(index, name) for *_, index, _, name in pieces) or any(map(room.give_rest, by_rank)):
+        pass
     decided = list(stores)
     for index, part in open_parts.items():
         waiting, staying = frozenset(room.waiting[index]), room.staying[index]
@@ -101,26 +98,31 @@ class Room:
             for index, part in parts.items()
         }
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self.waiting.values()))
+    def give(self, index: int, name: str) -> bool:
+        """Give a block room if there is enough; else all that waits of its component, if it needs no buffers then.
 
-    def give(self, index: int, name: str) -> None:
-        """Give a block room if there is enough; else all that waits of its component, if it needs no buffers then."""
+        Returns whether buffers are free again.
+        """
         size = self.waiting[index].get(name, 0)
         if size > self.left_bytes:
-            self.give_rest(index)
-        elif size:
+            return self.give_rest(index)
+        if size:
             self.left_bytes -= size
             del self.waiting[index][name]
+        return False
 
-    def give_rest(self, index: int) -> None:
-        """Give all that waits of a component room, if there is enough without its buffers, which it needs no more."""
+    def give_rest(self, index: int) -> bool:
+        """Give all that waits of a component room, if there is enough without its buffers, which it needs no more.
+
+        Returns whether buffers are free again.
+        """
         size, buffers = sum(self.waiting[index].values()), 0 if self.staying[index] else self.buffers[index]
-        if size <= self.left_bytes + buffers:
-            self.left_bytes += buffers - size
-            self.buffers[index] -= buffers
-            self.waiting[index].clear()
+        if size > self.left_bytes + buffers:
+            return False
+        self.left_bytes += buffers - size
+        self.buffers[index] -= buffers
+        self.waiting[index].clear()
+        return buffers > 0
 
 
 def is_open(part: StoreSpec) -> bool:
