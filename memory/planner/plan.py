@@ -155,12 +155,11 @@ class Plan:
         host_bytes, pinned_bytes = (
             sum(getattr(plan, name) for plan in self.components) for name in ("host_bytes", "pinned_bytes")
         )
-        on_disk = [
-            plan.component if plan.tier == "disk" else f"{format_bytes(plan.file_bytes)} of {plan.component}"
-            for plan in self.components
-            if plan.in_file
-        ]
-        kept = f"; kept on disk: {', '.join(on_disk)}" if on_disk else ""
+        told = {
+            "kept on disk": [plan for plan in self.components if plan.in_file and plan.is_on_disk],
+            "read from their files": [plan for plan in self.components if plan.in_file and not plan.is_on_disk],
+        }
+        kept = "".join(f"; {what}: {', '.join(map(in_file_of, plans))}" for what, plans in told.items() if plans)
         return (
             f"like profile {self.like} ({TITLES[self.like]}) without quantization: {form}; "
             f"{format_bytes(pinned_bytes)} of the {format_bytes(host_bytes)} in RAM are page-locked{kept}",
@@ -192,3 +191,8 @@ class Plan:
                 f"placement: {self.placement}",
             ]
         )
+
+
+def in_file_of(plan: ComponentPlan) -> str:
+    """Return a component, and how much of it rests in its file where that is not all."""
+    return plan.component if plan.tier == "disk" else f"{format_bytes(plan.file_bytes)} of {plan.component}"

@@ -49,7 +49,7 @@ const forThePanel = questions.filter((url) => url.pathname.endsWith("/highwater/
 assert.deepEqual(forThePanel.map(String), [], "asked for a panel that is closed");
 // A click on a badge tells the rest.
 async function checkDetail() {
-  await expectDetail(page, LOADER, /^tiny-flux\/transformer, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n12 of 12 blocks resident, 0 streamed\npinned RAM: [\d.]+M\n/);
+  await expectDetail(page, LOADER, /^tiny-flux\/transformer, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n12 of 12 blocks resident, 0 streamed\nin its file: [\d.]+M\n/);
   await expectDetail(page, LOADER, /moved [\d.]+M to devices so far, waited [\d.]+ s for copies\nin effect\n[^]*\nThis node, [\d.]+ s\nadded nothing$/);
   await expectDetail(page, SAMPLER, /^This node, [\d.]+ s\ngpu:0: [\d.]+M of weights that it used, [\d.]+[KM] of activations\nmoved [\d.]+M to devices, waited /);
 }

@@ -209,7 +209,7 @@ export const inPage = () =>
   Object.fromEntries(
     app.rootGraph.nodes.map((node) => [
       node.type,
-      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/\+?[\d.]+[BKMGT](\/[\d.]+[KMGT])? gpu:\d+|streams \d+\/\d+|RAM [\d.]+[BKMGT]( fp8)?|\d+ GPUs \+?[\d.+BKMGT]+|\bdisk\b/)?.[0] ?? "",
+      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/\+?[\d.]+[BKMGT](\/[\d.]+[KMGT])? gpu:\d+|streams \d+\/\d+|RAM [\d.]+[BKMGT]( fp8)?|\d+ GPUs \+?[\d.+BKMGT]+|^disk$/m)?.[0] ?? "",
     ]),
   );
 // What of it stands in a workflow that was saved.
