@@ -184,7 +184,7 @@ class Packing:
         """
         self.go_on()
         if self.is_first:  # what rests in its file from the beginning does so by its user's word
-            self.written.doubt_unmapped(group for group in self.groups if group.name not in self.plan.in_file)
+            self.written.note_unproven(group for group in self.groups if group.name not in self.plan.in_file)
         try:
             with self.open_files():
                 for share in self.shares:

@@ -26,12 +26,15 @@ class WrittenWeights:
         self.doubtful = frozenset[str]()
         """The weights that were in RAM, and may have been written to there: compared with their file before they rest
         in it."""
+        self.unproven = frozenset[str]()
+        """The weights that came in RAM of the module's own, of which it is not known whether their file has the same:
+        compared as the doubtful ones are. That something has written to them nothing says."""
         self.packed_versions: dict[int, int] = {}
         """The version of each group's weight store in host memory as it was packed, by the group's id."""
 
     def go_on_from(self, before: WrittenWeights, kept: Iterable[WeightGroup]) -> None:
         """Take over what another packing of the component knew, and of its groups those that stay packed."""
-        self.names, self.doubtful = before.names, before.doubtful
+        self.names, self.doubtful, self.unproven = before.names, before.doubtful, before.unproven
         known = [id(group) for group in kept if id(group) in before.packed_versions]
         self.packed_versions = {number: before.packed_versions[number] for number in known}
 
@@ -39,12 +42,12 @@ class WrittenWeights:
         """Weights of these names are not what their file has any more."""
         self.names |= frozenset(names)
 
-    def doubt_unmapped(self, groups: Iterable[WeightGroup]) -> None:
-        """Doubt weights that came in RAM of the module's own: whether their file has these values is not known."""
+    def note_unproven(self, groups: Iterable[WeightGroup]) -> None:
+        """Note which weights of groups came in RAM of the module's own."""
         source = self.source
         if source is not None:
             slots = [slot for group in groups for slot in group.slots if not slot.is_buffer and not slot.held.is_meta]
-            self.doubtful |= {slot.spec.name for slot in slots if slot.spec.name not in source.mapped}
+            self.unproven |= {slot.spec.name for slot in slots if slot.spec.name not in source.mapped}
 
     def note_replaced(self, specs: Iterable[TensorSpec]) -> None:
         """The module holds weights of its own for these: what the files have of them is not what they are."""
@@ -80,18 +83,20 @@ class WrittenWeights:
     def compare(self, group: WeightGroup) -> None:
         """Compare a group's doubtful weights with their file. Raises `InvalidInput` if that has changed."""
         assert self.source is not None
-        here = [slot for slot in group.slots if slot.owners and slot.spec.name in self.doubtful]
+        here = [slot for slot in group.slots if slot.owners and slot.spec.name in self.doubtful | self.unproven]
         doubtful = [slot for slot in here if self.source.holds(slot.spec)]
         self.note(slot.spec.name for slot in doubtful if differs_from_file(slot, self.source))
 
     def end_doubts(self, groups: Iterable[WeightGroup]) -> None:
         """These groups were compared."""
-        self.doubtful -= names_in(groups)
+        compared = names_in(groups)
+        self.doubtful -= compared
+        self.unproven -= compared
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights by other names, by their former ones, and take what the files have under the new ones."""
         self.names = renamed(self.names, names)
-        self.doubtful = renamed(self.doubtful, names)
+        self.doubtful, self.unproven = renamed(self.doubtful, names), renamed(self.unproven, names)
         if self.source is not None:
             stored = self.source.files
             self.note([new for old, new in names.items() if old not in stored and new in stored])
