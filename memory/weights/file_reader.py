@@ -74,8 +74,8 @@ class OpenFiles:
     ) -> Generator[ChunkRead, None, None]:
         """Yield the result for each chunk, in their order. Closed early, it cancels the reads that have not begun.
 
-        Handing a chunk to a thread takes longer than a short read. And ``are_cached`` chunks, which are in RAM, keep
-        no thread waiting, but take a core each, of which whoever copies them further needs one, too.
+        A single chunk is read here: handing it to a thread takes longer. So are ``are_cached`` chunks where there are
+        few cores: reading from RAM takes a core, and the copy to the device needs one, too.
         """
         if len(chunks) == 1 or (are_cached and (os.cpu_count() or 1) <= NUM_THREADS):
             yield from map(read_chunk, chunks)

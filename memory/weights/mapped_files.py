@@ -4,7 +4,7 @@
 of which the system makes a page the process's own when something writes to it. Such a weight costs no RAM of its own.
 Linux tells what is mapped where (``/proc/self/maps``), and of each page whether it is still the file's
 (``/proc/self/pagemap``). So no library has to be asked, and no byte is read. A weight counts if no page of it was
-written to and if no object but its module has it or its memory: what the module then holds in its place nobody misses.
+written to, and if only its module holds it: no other code can miss it when the module holds something in its place.
 Where the system does not tell, nothing counts, and weights are packed into RAM.
 """
 

@@ -1,7 +1,7 @@
-"""The tensor that a module of `load_model` holds for a weight that nobody has read yet.
+"""The tensor that a module of `load_model` holds for a weight that is still in its file.
 
 [Note: unread] Such a weight has a form but no memory. Torch computes with such tensors, and often in silence: a linear
-layer without a bias returns memory that nobody wrote to, a text encoder an output without values. So all that needs
+layer without a bias returns memory with random content, a text encoder an output without values. So all that needs
 more of the weight than its form raises one line that says what to do. While its module is managed and the weight rests
 in its file, the same object stands for it (`absent_weight.py`). If it has no memory after that, it is unread again.
 """
@@ -50,7 +50,7 @@ class Unread:
 
 
 class UnreadWeight(torch.Tensor):
-    """A weight that nobody has read yet, or its ``.data`` ([Note: unread])."""
+    """A weight that is still in its file, or its ``.data`` ([Note: unread])."""
 
     unread: Unread
 
@@ -115,7 +115,7 @@ class UnreadWeight(torch.Tensor):
 
 
 def mark_unread(tensor: torch.Tensor, unread: Unread) -> torch.Tensor:
-    """Make a tensor without memory stand for a weight that nobody has read. Returns the same object."""
+    """Make a tensor without memory stand for a weight in its file. Returns the same object."""
     assert tensor.is_meta
     is_parameter = isinstance(tensor, nn.Parameter)
     tensor.__class__ = UnreadWeight
