@@ -245,6 +245,13 @@ class WeightsFile:
         except OSError as error:
             raise self.cannot_be_opened(error) from error
 
+    def is_replaced(self) -> bool:
+        """Whether the path leads to another file by now, or to none."""
+        try:
+            return FileVersion.at(self.path).inode != self.version.inode
+        except OSError:
+            return True
+
     def check_unchanged(self, file: FileIO) -> None:
         self.check(FileVersion.of(file.fileno()))
 

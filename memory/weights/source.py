@@ -127,6 +127,12 @@ class WeightsSource:
         file, tensor = self.files[name]
         return str(file.path), tensor.begin
 
+    def are_replaced(self, names: Iterable[str]) -> bool:
+        """Whether the paths of weights lead to other files than those that were read, or to none."""
+        return all(
+            file.is_replaced() for file in {id(file): file for file, _ in (self.files[name] for name in names)}.values()
+        )
+
     def covers(self, component: Component) -> bool:
         """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""
         return not self.find_lacking(component)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ...errors import InvalidInput
 from ...transfer.bounce_buffers import BounceBuffers
 from ...transfer.copy_stream import CopyStream
 from ...transfer.pinned_memory import HostSlab
@@ -87,6 +88,7 @@ class FileStore:
         names: the name of each leaf for the source; None for those that ``kept`` has.
         kept: leaves in host memory by their place.
         bounce: the buffers of the share, which opens them before anything is copied.
+        mapped: weights by name in a mapping of their file, which stays what it was where another file takes its place.
     """
 
     state = BlockState.IN_FILE
@@ -100,8 +102,10 @@ class FileStore:
         kept: Mapping[int, torch.Tensor],
         source: WeightsSource,
         bounce: BounceBuffers,
+        mapped: Mapping[str, torch.Tensor],
     ) -> None:
         self.layout = layout
+        self.mapped = dict(mapped)
         self.names = list(names)
         self.kept = dict(kept)
         self.source = source
@@ -117,6 +121,7 @@ class FileStore:
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights by other names, by which the source finds them already."""
         self.names = [name if name is None else names.get(name, name) for name in self.names]
+        self.mapped = {names.get(name, name): weight for name, weight in self.mapped.items()}
 
     @property
     def kept_bytes(self) -> int:
@@ -162,8 +167,28 @@ class FileStore:
                     to_read.append((name, part, first - offset))
                 parts.append((part, target[first - begin : last - begin]))
                 filled += last - first
-            was_cached = self.source.read_into(to_read, drop_pages=True)
+            was_cached = self.read(to_read)
             self.bounce.queue_copies(parts, was_cached=was_cached)
+
+    def read(self, targets: Sequence[Target]) -> bool:
+        """Fill memory with bytes of weights; returns whether all of them were in the system's cache.
+
+        Where the file was deleted or another one took its place, they come from the mapping that the module came with.
+
+        Raises:
+            InvalidInput: the file is not what it was.
+        """
+        names = [target[0] for target in targets]
+        try:
+            return self.source.read_into(targets, drop_pages=True)
+        except InvalidInput:
+            # Of a file that was overwritten where it is the mapping shows what is there now, or nothing.
+            if not self.mapped.keys() >= set(names) or not self.source.are_replaced(names):
+                raise
+        for name, memory, *offset in targets:
+            begin = offset[0] if offset else 0
+            memory.copy_(self.mapped[name].detach().reshape(-1).view(torch.uint8)[begin : begin + memory.numel()])
+        return False
 
     def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
         """Yield what fits a bounce buffer: places of leaves, and the bytes of each, between two bytes of the slab."""
@@ -191,7 +216,7 @@ class FileStore:
                 part.copy_(form.bytes_of(self.kept[place]))
             else:
                 to_read.append((name, part))
-        self.source.read_into(to_read, drop_pages=True)
+        self.read(to_read)
 
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
@@ -199,7 +224,7 @@ class FileStore:
             for name, view in zip(self.names, self.layout.views(slab), strict=True):
                 if name is not None:
                     stored = torch.empty(view.nbytes, dtype=torch.uint8)
-                    self.source.read_into([(name, stored)], drop_pages=True)
+                    self.read([(name, stored)])
                     if not torch.equal(stored, view.reshape(-1).view(torch.uint8)):
                         return True
         return False

@@ -309,7 +309,7 @@ class WeightsAtRest:
                 self.slots[index].hold(stand_ins[index])
             self.layout.renew()  # files have contiguous weights
             self.mapped = {name: held for name, held in came.items() if name in source.mapped}
-            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce)
+            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce, self.mapped)
         except BaseException:  # an interrupt: the module keeps what it had
             for index, held in replaced.items():
                 self.slots[index].hold(held)
