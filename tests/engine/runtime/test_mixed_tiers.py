@@ -29,15 +29,6 @@ TIGHT = "0.45MiB"
 
 
 @pytest.fixture
-def file(toys, tmp_path: Path) -> Path:
-    """The toy network's weights."""
-    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if "gain" not in name}
-    del state["out.weight"]  # tied
-    save_file(state, tmp_path / "net.safetensors")
-    return tmp_path / "net.safetensors"
-
-
-@pytest.fixture
 def with_room(monkeypatch: pytest.MonkeyPatch) -> Callable[[MemoryManager, int], None]:
     """Return a function after which a manager's plans have so many bytes of RAM for weights."""
 

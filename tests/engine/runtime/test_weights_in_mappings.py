@@ -41,14 +41,6 @@ def spares_toys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_tiers, "LEAST_SPARED_BYTES", 0)
 
 
-@pytest.fixture
-def file(toys, tmp_path: Path) -> Path:
-    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if "gain" not in name}
-    del state["out.weight"]  # tied
-    save_file(state, tmp_path / "net.safetensors")
-    return tmp_path / "net.safetensors"
-
-
 def mapped_net(toys, file: Path) -> nn.Module:
     """Return the toy network as a library loads it: each weight is a tensor in the mapping of the file."""
     net = toys.bare_net()
