@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -30,7 +31,7 @@ def books():
     return {"rss": resident_bytes(), "pinned": sim.pinned().used_bytes, "device": sim.stats(0).used_bytes}
 
 def use(num_layers, width):
-    # Weights as a host's loader makes them, in torch's own memory: glibc keeps much of it from the second time on.
+    # Weights as a host's loader makes them, in torch's own memory, which is in the C library's heap.
     layers = (torch.nn.Linear(width, width) for _ in range(num_layers))
     model = torch.nn.Sequential(*layers).requires_grad_(False)
     managed = manage(model)
@@ -58,10 +59,13 @@ with sim.cluster([sim.SimDeviceSpec(total_bytes=512 * MIB)]), torch.no_grad():
         told.append({"loaded": loaded, "left": left, "freed": books()})
 print(json.dumps({"before": before, "told": told}))
 """
+# glibc serves blocks of up to 32 MiB from its heap then, and gives none of it back by itself; it else learns both.
+KEEPS_ITS_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(4096 * MIB)}
 
 
 def run(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=300)
+    command, environment = [sys.executable, "-c", PROGRAM, *arguments], os.environ | KEEPS_ITS_HEAP
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
