@@ -65,7 +65,7 @@ class Leases:
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
         """The members with leases, by id."""
-        self.look_ahead = LookAhead(self.capacity, self.leased)
+        self.look_ahead = LookAhead(lock, self.capacity, self.leased)
         self.pack_anew: Callable[[Member], None] | None = None
         """Describes, plans and packs a component anew whose weights were converted (`Registry.pack_anew`)."""
         self.watchers: list[Callable[[str, int, int], None]] = []
@@ -299,11 +299,15 @@ class Leases:
             self.event_log.note("load", member.id, queued, where, reason)
 
     def hidden(self, member: Member) -> str:
-        """Return how much of a member's files was read before it was loaded, and what that took."""
-        ahead = self.look_ahead.take(member.id)
-        if not ahead.num_bytes:
-            return ""
-        return f"; {format_bytes(ahead.num_bytes)} of it were read ahead: {format_seconds(ahead.seconds)} hidden"
+        """Return how much of a member was read, and copied to its devices, before it was loaded, and what that took."""
+        ahead, early = self.look_ahead.take(member.id), [share.early for share in member.managed.shares]
+        copied_bytes, copied_s = sum(each.taken_bytes for each in early), sum(each.taken_s for each in early)
+        told = [(ahead.num_bytes, ahead.seconds, "read"), (copied_bytes, copied_s, "on the device")]
+        return "".join(
+            f"; {format_bytes(num_bytes)} of it were {done} ahead: {format_seconds(seconds)} hidden"
+            for num_bytes, seconds, done in told
+            if num_bytes
+        )
 
     def make_ram(self, member: Member, plan: ComponentPlan) -> None:
         """Make room for what rests in its file so far and gets a copy in RAM by this plan, because it streams."""

@@ -1,10 +1,10 @@
-"""Reads the files of components that are used next into the system's cache, while another component computes.
+"""Brings weights of components that are used next nearer to their device, while another component computes.
 
-[Note: look-ahead] Weights that rest in their file come from there when their component is loaded. Where the forecast
-says that it is used soon, a thread brings them into RAM before: piece by piece, in the order of the uses to come, and
-no further than RAM has room above its watermark. It takes no memory of ours, moves nothing and evicts nothing, and it
-ends within a piece when the forecast changes. While what computes reads its own file in each pass, the thread waits:
-the disk is the bottleneck then.
+[Note: look-ahead] The forecast says what is used soon. A thread first reads the files of what rests there into the
+system's cache: piece by piece, in the order of the uses to come, and no further than RAM has room above its watermark.
+That takes no memory of ours, and it ends within a piece when the forecast changes. While what computes reads its own
+file in each pass, the thread waits: the disk is the bottleneck then. Then it copies blocks to device memory that is
+free ([Note: early loading] in `early_loading.py`). It evicts nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import InvalidInput
+from ..runtime.forwards.deferring_lock import DeferringLock
 from ..weights.source import WeightsSource
+from .early_loading import EarlyLoading
 from .live_capacity import LiveCapacity
 from .member import Member
 
@@ -42,22 +44,23 @@ class Wanted:
     """A component that is used soon."""
 
     component: str
-    source: WeightsSource
+    source: WeightsSource | None
     names: frozenset[str]
-    """Its weights that rest in their file."""
+    """Its weights that rest in their file; none where it is in RAM."""
     file_bytes: int
 
 
 class LookAhead:
-    """Knows what is used next and rests in its file, and has a thread that reads it.
+    """Knows what is used next, and has a thread that reads it and loads it early.
 
     Args:
         leased: the members that compute now, by their ids.
     """
 
-    def __init__(self, capacity: LiveCapacity, leased: Mapping[str, Member]) -> None:
+    def __init__(self, lock: DeferringLock, capacity: LiveCapacity, leased: Mapping[str, Member]) -> None:
         self.capacity = capacity
         self.leased = leased
+        self.early = EarlyLoading(lock, capacity, leased)
         self.is_on = True
         self.wanted: tuple[Wanted, ...] = ()
         """In the order of their use; replaced as a whole."""
@@ -66,13 +69,14 @@ class LookAhead:
         self.thread: threading.Thread | None = None
 
     def turn(self, is_on: bool) -> None:
-        """Read ahead from now on, or not."""
+        """Read and load ahead from now on, or not."""
         self.is_on = is_on
         self.follow()
 
     def follow(self) -> None:
         """Take the forecast as it is now; the caller holds the manager's lock. What is read for another one ends."""
         wanted = tuple(self.find_wanted()) if self.is_on else ()
+        self.early.drop_others({*self.capacity.forecast.next_uses} if self.is_on else ())
         with self.changed:
             if wanted == self.wanted:
                 return
@@ -83,16 +87,16 @@ class LookAhead:
                 self.thread.start()
 
     def find_wanted(self) -> Iterator[Wanted]:
-        """Yield the components of the steps to come that rest in their file, at least in part, the next one first."""
+        """Yield the components of the steps to come that are not leased, the next one first."""
         uses = self.capacity.forecast.later_uses
         for component in sorted(uses, key=uses.__getitem__):
             member = self.capacity.members.get(component)
-            if member is None or component in self.leased or member.managed.source is None:
+            if member is None or component in self.leased:
                 continue
             groups = [group for group in member.managed.groups if group.copy is None]
             names = frozenset(name for group in groups for name in group.at_rest.names_in_file)
-            if names:
-                file_bytes = sum(group.slab_bytes for group in groups if group.at_rest.names_in_file)
+            file_bytes = sum(group.slab_bytes for group in groups if group.at_rest.names_in_file)
+            if groups:
                 yield Wanted(component, member.managed.source, names, file_bytes)
 
     def take(self, component: str) -> ReadAhead:
@@ -110,6 +114,8 @@ class LookAhead:
                 if self.wanted is not asked or not self.capacity.has_room_for_pages(num_bytes):
                     break
                 self.read(each, asked)
+            for each in asked:
+                self.early.load(each.component, lambda: self.wanted is asked)  # noqa: B023
 
     def wait_for_others(self, asked: tuple[Wanted, ...]) -> tuple[Wanted, ...] | None:
         """Return what is wanted when that is something else; None, and the thread ends, if it stays the same."""
@@ -121,6 +127,8 @@ class LookAhead:
 
     def read(self, wanted: Wanted, asked: tuple[Wanted, ...]) -> None:
         """Read one component's files, until that is not what is wanted any more."""
+        if wanted.source is None or not wanted.names:
+            return
         begin_s = time.perf_counter()
         try:
             for num_bytes in wanted.source.warm(wanted.names):

@@ -361,7 +361,7 @@ class MemoryManager:
             self.leases.look_ahead.follow()
 
     def look_ahead(self, is_on: bool) -> None:
-        """Read files of components that are used next while others compute (True, as at first), or not (False)."""
+        """Load what is used next while others compute (True, as at first), or not (False)."""
         with self.exclusive():
             self.leases.look_ahead.turn(is_on)
 

@@ -424,6 +424,8 @@ class ManagedComponent:
         self.changes.forget_look()
         self.forwards.note_unloaded()
         self.settle_books()
+        for share in self.shares:
+            share.early.begin_loading()
         try:
             if take_ram(self.packing, plan):
                 plan = self.as_locked(plan)

@@ -27,7 +27,7 @@ __all__, __getattr__ = lazy_names(
         ],
         "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in"],
         "slabs": ["Form", "SlabLayout", "allocate_device"],
-        "timing": ["PassTimes"],
+        "timing": ["PassTimes", "Stopwatch"],
         "copy_stream": ["CopyStream"],
         "host_heap": ["describe_return", "give_back_heap", "has_trim"],
         "bounce_buffers": ["BounceBuffers", "allocate_slabs"],

@@ -256,8 +256,11 @@ class WeightGroup:
 
     # -- the copy on a device
 
-    def load(self, copies: CopyStream) -> None:
+    def load(self, copies: CopyStream, slab: torch.Tensor | None = None) -> None:
         """Become resident: allocate a slab on the device and queue its copy.
+
+        Args:
+            slab: one whose copy was queued before; the caller made sure that it is of the weights as they rest now.
 
         Raises:
             torch.OutOfMemoryError: nothing changed.
@@ -265,9 +268,11 @@ class WeightGroup:
         store = self.at_rest.store
         assert store is not None and self.copy is None
         self.rest()  # a buffer that was replaced meanwhile goes to the weight store, before that is copied
-        slab = copies.allocate(self.slab_bytes)
+        is_early = slab is not None
+        slab = copies.allocate(self.slab_bytes) if slab is None else slab
         try:
-            store.copy_to(slab, 0, copies)
+            if not is_early:
+                store.copy_to(slab, 0, copies)
             views = self.at_rest.views(slab)
             self.copy = ResidentCopy(slab, self.slots, views, buffers_begin=self.layout.buffers_begin)
         finally:

@@ -6,6 +6,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "ledger": ["Entry", "Kind", "Ledger"],
+        "early_copies": ["EarlyCopy"],
         "device_share": ["DeviceShare", "wait_for_copies"],
     },
 )

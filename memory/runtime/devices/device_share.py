@@ -18,6 +18,7 @@ from ..blocks.bundle import Bundle
 from ..blocks.staging import StagingSlot
 from ..blocks.weight_group import WeightGroup
 from ..changes.forward_writes import keep_writes
+from .early_copies import EarlyCopies, EarlyCopy
 from .ledger import Kind, Ledger
 from .prefetch import Streamer
 from .working_memory import WorkingMemory
@@ -56,6 +57,8 @@ class DeviceShare:
         self.blocks = dict(blocks)
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
+        self.early = EarlyCopies(owner, device, self.copies, ledger)
+        """Copies that are there before they are asked for."""
         self.memory = WorkingMemory(owner, device, self.copies, ledger)
         self.times = PassTimes(device, self.blocks)
         self.computing: dict[int, StagingSlot | None] = {}
@@ -89,7 +92,7 @@ class DeviceShare:
     @property
     def bytes_moved(self) -> int:
         """Bytes of weights copied to the device so far."""
-        return self.loaded_bytes + self.memory.bytes_streamed
+        return self.loaded_bytes + self.early.bytes_moved + self.memory.bytes_streamed
 
     @property
     def waited_s(self) -> float:
@@ -110,49 +113,52 @@ class DeviceShare:
         """Return the bytes that `load` would queue copies of."""
         if self.copies is None:
             return 0
-        bundles = [self.fixed, *(self.blocks[number] for number in plan.resident)]
-        return sum(group.slab_bytes for bundle in bundles for group in bundle.groups if group.copy is None)
+        return sum(group.slab_bytes for group in self.resident_groups(plan) if group.copy is None)
 
     def load(self, plan: DevicePlan, progress: Callable[[int], None] | None = None) -> int:
-        """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
+        """Bring the device to the plan; returns the bytes that came for it, early copies included. Idempotent.
 
         Raises:
             torch.OutOfMemoryError: or whatever ``progress`` raises: the share was unloaded, its books are at zero.
         """
         self.recover()
         self.settle()
-        before = self.loaded_bytes
         self.progress = progress or ignore
         try:
             self.drop_blocks(number for number, group in self.blocks.items() if number not in plan.resident)
             self.fit_scratch(plan.scratch_bytes)
             if self.copies is None:
                 return 0
+            self.early.drop_others(self.resident_groups(plan))
             if plan.read_bytes or self.to_load(plan):
                 self.memory.open_bounce()
-            self.load_bundle(self.fixed)
+            loaded = self.load_bundle(self.fixed)
             self.fit_staging(plan)
-            for number in sorted(plan.resident):
-                self.load_bundle(self.blocks[number])
+            loaded += sum(self.load_bundle(self.blocks[number]) for number in sorted(plan.resident))
             if not plan.read_bytes:
                 self.memory.close_bounce()
-            if self.loaded_bytes > before:
+            if loaded:
                 self.tag_copies()
         except BaseException:  # no memory, a file that has changed, or the loading was cancelled
             self.unload()
             raise
         finally:
             self.progress = ignore  # it refers to the manager's member, and so to us
-        return self.loaded_bytes - before
+        return loaded
 
-    def load_bundle(self, bundle: Bundle) -> None:
+    def load_bundle(self, bundle: Bundle) -> int:
+        """Make a bundle resident; returns the bytes that came for that, now or before."""
+        assert self.copies is not None
+        loaded = 0
         for group in bundle.groups:
             if group.copy is None:
-                assert self.copies is not None
                 with self.weights_booked(group):
-                    group.load(self.copies)
-                self.loaded_bytes += group.slab_bytes
+                    slab = self.early.take(group)
+                    group.load(self.copies, slab)
+                self.loaded_bytes += group.slab_bytes if slab is None else 0
+                loaded += group.slab_bytes
                 self.progress(group.slab_bytes)
+        return loaded
 
     def tag_copies(self) -> None:
         """Find the tags of the copies that have come, by which writes are seen when they leave.
@@ -176,9 +182,8 @@ class DeviceShare:
     def settle(self) -> None:
         """Enter in the ledger what is there: an interrupt may have come between a step and its entry."""
         name = self.device.name
-        self.ledger.settle(
-            name, self.owner, Kind.WEIGHTS, sum(group.slab_bytes for group in self.groups if group.copy is not None)
-        )
+        resident_bytes = sum(group.slab_bytes for group in self.groups if group.copy is not None)
+        self.ledger.settle(name, self.owner, Kind.WEIGHTS, resident_bytes + self.early.num_bytes)
         self.memory.settle()
 
     def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
@@ -186,11 +191,43 @@ class DeviceShare:
         for group in self.groups:
             if group.copy is not None:
                 yield self.device.name, Kind.WEIGHTS, group.copy.slab.untyped_storage().nbytes()
+        yield self.device.name, Kind.WEIGHTS, self.early.count_bytes()
         yield from self.memory.count_bytes()
 
     def weights_booked(self, group: WeightGroup) -> AbstractContextManager[None]:
         held = lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {}  # noqa: E731
         return self.ledger.booked(self.owner, Kind.WEIGHTS, held)
+
+    def begin_early(self, plan: DevicePlan, room_bytes: int) -> EarlyCopy | None:
+        """Make room for the early copy of the next group that a plan has resident ([Note: early copies]).
+
+        `EarlyCopies.fill` is to follow.
+
+        Args:
+            room_bytes: the most that it may take.
+
+        Returns:
+            None where all of the plan is there, or the group takes more.
+
+        Raises:
+            torch.OutOfMemoryError: nothing changed.
+        """
+        group = self.early.find_next(self.resident_groups(plan))
+        if group is None or group.slab_bytes > room_bytes:
+            if not plan.read_bytes:
+                self.memory.close_bounce()
+            return None
+        self.memory.open_bounce()
+        return self.early.begin(group)
+
+    def lacks_early(self, plan: DevicePlan) -> bool:
+        """Whether a group that a plan has resident is not here, nor on its way."""
+        return self.early.find_next(self.resident_groups(plan)) is not None
+
+    def resident_groups(self, plan: DevicePlan) -> list[WeightGroup]:
+        """Return what a plan has resident, in the order in which it is loaded."""
+        bundles = [self.fixed, *(self.blocks[number] for number in sorted(plan.resident))]
+        return [group for bundle in bundles for group in bundle.groups]
 
     def fit_scratch(self, num_bytes: int) -> None:
         have = self.memory.held_scratch().get(self.device.name, 0)
@@ -211,10 +248,14 @@ class DeviceShare:
         return self.ledger.held(self.owner, self.device.name)
 
     def shrink(self, num_bytes: int) -> int:
-        """Give back at least so many bytes if they are there: blocks from the end, then all else; returns them."""
+        """Give back at least so many bytes if they are there: what came early, blocks from the end, then all else.
+
+        Returns the bytes that are free now.
+        """
         self.recover()
         self.settle()
         before = self.held_bytes()
+        self.early.drop_others(num_bytes=num_bytes)
         for number in sorted(self.blocks, reverse=True):
             if before - self.held_bytes() >= num_bytes:
                 break
@@ -228,6 +269,7 @@ class DeviceShare:
         self.recover()
         self.settle()
         before = self.held_bytes()
+        self.early.drop_others()
         self.drop_blocks(list(self.blocks))
         self.free_staging()
         self.free_scratch()
@@ -365,11 +407,13 @@ class DeviceShare:
 
     def wait_for_copies(self) -> None:
         """Wait on the host until nothing is copied to the device."""
+        self.early.finish()
         if self.copies is not None:
             self.copies.finish()
 
     def forget_staged(self) -> None:
-        """Copy every streamed block anew before it computes: its weights at rest were written to past their version."""
+        """Copy what streams or came early anew: weights at rest were written to past their version."""
+        self.early.drop_others()
         if self.streamer is not None:
             self.streamer.area.forget()
 

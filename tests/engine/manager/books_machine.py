@@ -162,6 +162,8 @@ class BooksMachine(RuleBasedStateMachine):
         self.manager.hosting.steer(self.host)
         # Its thread would move something between two looks at the books; the rule `later` does what it does.
         self.manager.caretaker.alarm.set = lambda delay_s: None  # type: ignore[method-assign]
+        # So would this one's; the rule `load_early` does what it does.
+        self.manager.leases.look_ahead.find_wanted = lambda: iter(())  # type: ignore[method-assign]
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         for room in ("hosted_component", "file_tensors"):
             patch.setattr(f"highwater.memory.{room}.default_manager", lambda: self.manager)
@@ -506,6 +508,24 @@ class BooksMachine(RuleBasedStateMachine):
         known = sorted([*self.manager.members, "gone"])
         self.manager.foresee([[known[number % len(known)] for number in step] for step in steps], num_running)
         self.note("foresee")
+
+    @precondition(lambda self: len(self.components) > 1)
+    @rule(number=st.integers(0, 9), next_number=st.integers(0, 9), most=st.integers(1, 9))
+    def load_early(self, number: int, next_number: int, most: int) -> None:
+        """While one component computes, blocks of the next one are copied to memory that is free."""
+        self.run(self.pick(number), 1, "forward")
+        running, coming = (self.pick(each).handle.members[0].id for each in (number, next_number))
+        self.manager.foresee([[running], [coming]])
+        early = self.manager.leases.look_ahead.early
+        before = {member: self.manager.ledger.bytes_by_place(member) for member in self.manager.members}
+        copied = 0
+        while copied < most and (begun := early.begin(coming)[0]) is not None:
+            share, copy = begun
+            share.early.fill(copy)
+            copied += 1
+        for member in before.keys() - {coming}:
+            assert self.manager.ledger.bytes_by_place(member) == before[member], "nothing leaves for it"
+        self.note("load early", "blocks" if copied else "nothing")
 
     # -- the books
 

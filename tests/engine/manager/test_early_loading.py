@@ -1,0 +1,317 @@
+"""Blocks of the component that is used next come to free device memory, and nothing depends on them until it runs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from highwater.memory import MemoryManager, load_model, manage
+from highwater.memory.errors import UnsafeState
+from highwater.memory.planner import mixed_tiers
+from highwater.tests.engine.conftest import build_net
+from highwater.tests.engine.interleaving import Interleaving
+
+KIB = 1 << 10
+X = torch.linspace(-1, 1, 192).view(3, 64)
+PLACEMENTS = ["*=gpu:0:pinned", "*=gpu:0:host", "*=gpu:0:disk"]
+
+
+@pytest.fixture(autouse=True)
+def spares_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_tiers, "LEAST_SPARED_BYTES", 0)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    paths = {name: tmp_path / f"{name}.safetensors" for name in "abc"}
+    for number, path in enumerate(paths.values()):
+        save_file({name: weight.clone() for name, weight in build_net(seed=number).state_dict().items()}, path)
+    return paths
+
+
+def load(files: dict[str, Path]) -> dict[str, nn.Module]:
+    return {name: load_model(path, build_net).eval() for name, path in files.items()}
+
+
+def compute(module: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
+    with torch.no_grad():
+        return module(x).cpu()
+
+
+def expected_of(name: str) -> torch.Tensor:
+    return compute(build_net(seed="abc".index(name)))
+
+
+def early_bytes(manager: MemoryManager, name: str) -> int:
+    return sum(share.early.num_bytes for share in manager.members[name].managed.shares)
+
+
+def load_now(manager: MemoryManager, name: str) -> int:
+    """Do what the thread does, here and now; returns the bytes that came."""
+    early, before = manager.leases.look_ahead.early, early_bytes(manager, name)
+    while True:
+        with manager.exclusive():
+            begun, _ = early.begin(name)
+        if begun is None:
+            return early_bytes(manager, name) - before
+        begun[0].early.fill(begun[1])
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread does nothing by itself, and who does its work waits for nothing long."""
+    monkeypatch.setattr("highwater.memory.manager.early_loading.WAITING_S", 0.001)
+    monkeypatch.setattr("highwater.memory.manager.look_ahead.LookAhead.find_wanted", lambda self: iter(()))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_next_component_is_there_before_it_computes(sim, machine, files, wait_until, placement: str) -> None:
+    with machine(8) as manager, manage(models := load(files), placement=placement, manager=manager) as handle:
+        assert torch.equal(compute(models["a"]), expected_of("a"))
+        manager.foresee([["a"], ["b"], ["c"]])
+        weight_bytes = {member.name: member.managed.plan.device_bytes["gpu:0"] for member in handle.members}
+        wait_until(lambda: all(early_bytes(manager, name) == weight_bytes[name] for name in "bc"))
+        manager.ledger.check()
+        sim.reset_stats()
+        for name in "bc":
+            manager.foresee([[name], ["c"]])
+            assert torch.equal(compute(models[name]), expected_of(name))
+            assert not early_bytes(manager, name)
+        assert sim.stats(0).h2d_bytes < weight_bytes["b"]
+        loads = [event for event in manager.event_log.events if event.kind == "load" and event.component in "bc"]
+        assert [event.bytes for event in loads] == [weight_bytes["b"], weight_bytes["c"]]
+        for event in loads:
+            assert " of it were on the device ahead: " in event.reason and event.reason.endswith(" hidden")
+        assert not [event for event in manager.event_log.events if event.kind == "evict"]
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("why", ["streams", "not loaded", "another device", "unknown", "no room"])
+def test_nothing_comes_early_where_it_might_disturb(machine, files, why: str) -> None:
+    profile = "0.3MiB" if why == "streams" else "auto"
+    models = load(files)
+    with (
+        machine(8, 8) as manager,
+        manage({"a": models["a"]}, profile, placement="gpu:0", manager=manager),
+        manage({"b": models["b"]}, placement="gpu:1" if why == "another device" else "gpu:0", manager=manager),
+    ):
+        if why != "not loaded":
+            compute(models["a"])
+        if why == "no room":
+            free_bytes = manager.devices["gpu:0"].free_bytes()
+            manager.set_watermark("gpu:0", 0, free_bytes - 1 * KIB)
+        manager.foresee([["unknown" if why == "unknown" else "a"], ["b"]])
+        assert load_now(manager, "b") == 0
+
+
+@pytest.mark.usefixtures("still")
+def test_only_what_the_watermark_leaves_is_taken(machine, files) -> None:
+    models = load(files)
+    with machine(8) as manager, manage(models, placement="*=gpu:0", manager=manager):
+        compute(models["a"])
+        room_bytes = 100 * KIB
+        high = manager.devices["gpu:0"].free_bytes() - room_bytes
+        manager.set_watermark("gpu:0", 0, high)
+        manager.foresee([["a"], ["b"]])
+        assert 0 < load_now(manager, "b") <= room_bytes
+        assert manager.devices["gpu:0"].free_bytes() >= high
+        assert torch.equal(compute(models["b"]), expected_of("b"))
+
+
+@pytest.mark.usefixtures("still")
+def test_what_is_not_expected_any_more_is_dropped(machine, files) -> None:
+    models = load(files)
+    with machine(8) as manager, manage(models, placement="*=gpu:0", manager=manager):
+        compute(models["a"])
+        manager.foresee([["a"], ["b"], ["c"]])
+        assert load_now(manager, "b") and load_now(manager, "c")
+        manager.foresee([["a"], ["c"]])
+        assert not early_bytes(manager, "b") and early_bytes(manager, "c")
+        manager.look_ahead(False)
+        assert not early_bytes(manager, "c")
+        manager.ledger.check()
+
+
+@pytest.mark.usefixtures("still")
+def test_what_came_early_leaves_for_what_computes_now(machine, files) -> None:
+    models = load(files)
+    with machine(2) as manager, manage(models, placement="*=gpu:0", manager=manager):
+        compute(models["a"])
+        manager.foresee([["a"], ["b"]])
+        came = load_now(manager, "b")
+        assert came
+        free_bytes = manager.devices["gpu:0"].free_bytes()
+        manager.free_memory("gpu:0", came // 2, "a forward needs it", exclude=["a"])
+        assert early_bytes(manager, "b") <= came // 2 and manager.devices["gpu:0"].free_bytes() > free_bytes
+        manager.ledger.check()
+        for name in "bca":
+            assert torch.equal(compute(models[name]), expected_of(name))
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_copy_that_fails_is_forgotten(sim, machine, files, placement: str) -> None:
+    models = load(files)
+    with machine(8) as manager, manage(models, placement=placement, manager=manager):
+        compute(models["a"])
+        manager.foresee([["a"], ["b"]])
+        sim.fail_copy(0, nth=3)
+        manager.leases.look_ahead.early.load("b", lambda: True)  # tells nothing
+        manager.ledger.check()
+        assert torch.equal(compute(models["b"]), expected_of("b"))
+
+
+def test_copies_of_what_computes_are_not_delayed(sim, machine, files) -> None:
+    """In virtual seconds, in which what goes over the link counts: while it streams nothing goes beside it."""
+    told = {}
+    for is_on in (False, True):
+        models = load(files)
+        with machine(8) as manager, manage(models, "0.3MiB", placement="*=gpu:0:pinned", manager=manager):
+            manager.look_ahead(is_on)
+            compute(models["a"])
+            begin_s = sim.clock_s()
+            manager.foresee([["a"], ["b"]])
+            for _ in range(3):
+                compute(models["a"])
+            told[is_on] = sim.clock_s() - begin_s, sim.stats(0).h2d_bytes
+    assert told[True] == told[False]
+
+
+def write_in_place(module: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        module.doubles[0].up.weight.mul_(value)
+
+
+def write_data(module: nn.Module, value: float) -> None:
+    module.doubles[1].up.weight.data.mul_(value)
+
+
+def swap_data(module: nn.Module, value: float) -> None:
+    weight = module.doubles[0].down.weight
+    weight.data = weight.data * value
+
+
+def replace_parameter(module: nn.Module, value: float) -> None:
+    layer = module.doubles[1].down
+    layer.weight = nn.Parameter(layer.weight.detach().clone() * value, requires_grad=False)
+
+
+def load_state(module: nn.Module, value: float) -> None:
+    state = {name: weight.clone() for name, weight in module.state_dict().items()}
+    state["doubles.0.up.weight"] = state["doubles.0.up.weight"] * value
+    module.load_state_dict(state)
+
+
+WRITES: list[Callable[[nn.Module, float], None]] = [
+    write_in_place,
+    write_data,
+    swap_data,
+    replace_parameter,
+    load_state,
+]
+DEEDS = st.one_of(
+    st.tuples(st.just("early"), st.sampled_from("ab")),
+    st.tuples(st.just("compute"), st.sampled_from("ab")),
+    st.tuples(st.sampled_from(WRITES), st.sampled_from("ab")),
+    st.tuples(st.just("evict"), st.sampled_from("ab")),
+    st.tuples(st.just("reprofile"), st.sampled_from(["0.3MiB", "0.8MiB", "auto"])),
+)
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deeds=st.lists(DEEDS, min_size=3, max_size=14))
+def test_any_order_of_deeds_computes_the_same(machine, files, placement: str, deeds: list) -> None:
+    models = load({name: files[name] for name in "ab"})
+    twins = {name: build_net(seed=number) for number, name in enumerate("ab")}
+    twins = {name: copy.deepcopy(twin) for name, twin in twins.items()}
+    with machine(8) as manager, manage(models, placement=placement, manager=manager) as handle:
+        for number, (deed, what) in enumerate(deeds):
+            if deed == "early":
+                manager.foresee([["b" if what == "a" else "a"], [what]])
+                load_now(manager, what)
+            elif deed == "compute":
+                assert torch.equal(compute(models[what]), compute(twins[what]))
+            elif deed == "evict":
+                manager.free_memory("gpu:0", 1 << 20, "a test", exclude=[what])
+            elif deed == "reprofile":
+                handle.reprofile(what)
+            else:
+                try:
+                    deed(models[what], 1.0 + number / 8)
+                except UnsafeState:  # other weights, while its own rest in their file
+                    assert deed is load_state and placement.endswith("disk")
+                    continue
+                deed(twins[what], 1.0 + number / 8)
+            manager.ledger.check()
+        for name, module in models.items():
+            assert torch.equal(compute(module), compute(twins[name]))
+    for name, module in models.items():
+        if not any(weight.is_meta for weight in module.parameters()):  # else some were never read
+            assert torch.equal(compute(module), compute(twins[name]))
+
+
+ACTS: dict[str, Callable[..., object]] = {
+    "computes with it": lambda manager, handle, nets: compute(nets["b"], X[:, :16]),
+    "computes": lambda manager, handle, nets: compute(nets["a"], X[:, :16]),
+    "expects something else": lambda manager, handle, nets: manager.foresee([["a"]]),
+    "needs its room": lambda manager, handle, nets: manager.free_memory("gpu:0", 8 << 20, "a test", exclude=["a"]),
+    "gives another profile": lambda manager, handle, nets: handle.reprofile("0.05MiB"),
+    "releases": lambda manager, handle, nets: handle.release(),
+    "writes to it": lambda manager, handle, nets: write_in_place(nets["b"], 1.5),
+}
+ROOMS = ("runtime/devices/early", "manager/early")
+SWEPT_EACH_TIME = [("computes with it", ROOMS[0]), ("releases", ROOMS[0])]
+SHAPE = {"dim": 16, "doubles": 1, "singles": 1}
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize(
+    ("act", "room"),
+    [
+        pytest.param(act, room, marks=() if (act, room) in SWEPT_EACH_TIME else pytest.mark.slow(one_in=12))
+        for act in ACTS
+        for room in ROOMS
+    ],
+)
+def test_another_thread_acts_at_each_line_of_it(machine, act: str, room: str) -> None:
+    x = X[:, :16]
+    nets = {name: build_net(seed=number, **SHAPE) for number, name in enumerate("ab")}
+    expected = {}
+    with torch.no_grad():
+        for factor in (1.0, 1.5) if act == "writes to it" else (1.0,):
+            write_in_place(nets["b"], factor)
+            expected[factor] = nets["b"](x)
+    for number in itertools.count():
+        nets = {name: build_net(seed=place, **SHAPE) for place, name in enumerate("ab")}
+        with machine(8) as manager, manage(nets, placement="*=gpu:0", manager=manager) as handle, torch.no_grad():
+            nets["a"](x)
+            manager.foresee([["a"], ["b"]])
+            forecast, looks = manager.capacity.forecast, iter(range(20))
+            first = partial(
+                manager.leases.look_ahead.early.load,
+                "b",
+                lambda: "b" in forecast.later_uses and next(looks, None) is not None,  # noqa: B023
+            )
+            both = Interleaving(first, partial(ACTS[act], manager, handle, nets), room=room)
+            for outcome in both.run(number):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            manager.ledger.check()
+            if "b" in manager.members:
+                assert any(torch.equal(nets["b"](x).cpu(), output) for output in expected.values())
+        assert any(torch.equal(nets["b"](x), output) for output in expected.values())
+        if number >= len(both.lines):
+            assert number > 10
+            return
