@@ -10,7 +10,7 @@ from weakref import WeakSet, ref
 
 from torch import nn
 
-from ..options.placement import SplitRatio
+from ..options.placement import PlacementItem
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..runtime.blocks.pristine_slab import KnownOrigins
@@ -22,8 +22,8 @@ from .returns import Returns
 
 __all__ = ["Choices", "Member", "Members"]
 
-Choices: TypeAlias = tuple[tuple[SplitRatio, ...], str | None, OffloadProfile, Precision | None]
-"""Devices, tier, profile and precision that were chosen for a component."""
+Choices: TypeAlias = tuple[PlacementItem, OffloadProfile, Precision | None]
+"""Placement, profile and precision that were chosen for a component."""
 
 # Outside of runs, after so many passes what an older, larger one needed counts less.
 PASSES_OF_A_RUN = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -222,7 +223,7 @@ class Registry:
                 f"{member.id} computes on {here}, as its host chose; choose the device in its loader. "
                 f"Allowed here: a placement that begins with {here}"
             )
-        _, _, profile, precision = member.choices
+        _, profile, precision = member.choices
         plan = self.replace_ready(
             [member], placement=placement, profile=profile, precision=precision, keeps_choices=True
         )
@@ -239,15 +240,21 @@ class Registry:
         changes = member.managed.changes
         changes.refuse()
         what = changes.given_up
-        devices, tier, profile, precision = member.choices
+        chosen, profile, precision = member.choices
         # Where `auto` put it, because its pipeline may have made tensors for there by now.
-        devices = devices or tuple(SplitRatio(device=share.device) for share in member.managed.plan.shares)
+        devices = chosen.devices or tuple(SplitRatio(device=share.device) for share in member.managed.plan.shares)
+        tier = chosen.tier
         if tier == "disk" and not self.has_files_as_it_is(member):
+            if chosen.forbids_ram:
+                raise UnsafeState(
+                    f"{member.id}: {what} by other code, so that its files do not hold its weights as they are; its "
+                    f"placement {str(chosen)!r} keeps it out of RAM: load it anew, or place it at disk"
+                )
             tier = None
             reason = "its files do not hold its weights as they are now: they rest in RAM"
             self.event_log.note("plan", member.id, 0, "host", reason)
             member.managed.read_all()  # what other code has not read by now
-        item = PlacementItem(component=member.name, devices=devices, tier=tier)
+        item = replace(chosen, component=member.name, devices=devices, tier=tier)
         plan = self.replace_ready(
             [member], placement=Placement(items=(item,)), profile=profile, precision=precision, keeps_choices=True
         )
@@ -359,4 +366,4 @@ def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str,
 
 def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> Choices:
     """Return the choices for a component, to compare them with those of another call."""
-    return item.devices, item.tier, profile, precision
+    return replace(item, component="*"), profile, precision

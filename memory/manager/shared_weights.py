@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from ..errors import InvalidInput, UnsafeState
-from ..options.placement import Placement, PlacementItem, SplitRatio
+from ..options.placement import Placement, SplitRatio
 from ..planner.plan import ComponentPlan
 from ..runtime.holders import find_holders
 from ..runtime.managed_component import ManagedComponent
@@ -86,7 +87,7 @@ class SharedWeights:
             device = next((device for device in homes if device is not None), None)
             if device is not None:
                 items = [other for other in items if other.component != name]
-                items.append(PlacementItem(component=name, devices=(SplitRatio(device=device),), tier=item.tier))
+                items.append(replace(item, component=name, devices=(SplitRatio(device=device),)))
         return Placement(items=tuple(items))
 
     def refuse_apart(

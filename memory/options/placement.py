@@ -4,7 +4,7 @@
     item       = [ component "=" ] place [ ":" tier ]
     place      = "auto" | device { "&" device [ "@" ratio ] }
     device     = "cpu" | "gpu" | "gpu:" int | torch device name
-    tier       = "device" | "pinned" | "host" | "disk" | device
+    tier       = "device" | "pinned" | "host" | "disk" [ "!" ] | device     disk!: nothing of it ever rests in RAM
     ratio      = number [ "%" ]       the device's part of the blocks' bytes; the others divide what is left
 
 Every program reads placements with this parser. Each error names the column, the value and what is allowed.
@@ -64,11 +64,13 @@ class PlacementItem:
     component: str
     devices: tuple[SplitRatio, ...] = ()
     tier: str | None = None
+    forbids_ram: bool = False
+    """Whether nothing of it may ever rest in RAM (``disk!``)."""
 
     def __str__(self) -> str:
         splits = "&".join(s.device + (f"@{s.ratio:g}" if s.ratio is not None else "") for s in self.devices)
         target = "" if self.component == "*" else f"{self.component}="
-        return target + (splits or AUTO) + (f":{self.tier}" if self.tier else "")
+        return target + (splits or AUTO) + (f":{self.tier}" if self.tier else "") + "!" * self.forbids_ram
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +203,9 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
     tier = None
     if scanner.take(":"):
         tier = parse_tier(scanner, devices)
+    forbids_ram = tier == "disk" and scanner.take("!")
     refuse_what_follows(scanner, splits, tier)
-    return PlacementItem(component=component, devices=splits, tier=tier)
+    return PlacementItem(component=component, devices=splits, tier=tier, forbids_ram=forbids_ram)
 
 
 def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: str | None) -> None:

@@ -208,6 +208,12 @@ def asked_tier(part: StoreSpec) -> str | None:
             f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}: "
             f"{why_unavailable(part)}; {allowed_values(part.item.tier, allowed)}"
         )
+    if part.item.forbids_ram and part.lacking:
+        num_bytes = part.ram_bytes - part.unread_bytes
+        raise InvalidInput(
+            f"placement {str(part.item)!r}: {format_bytes(num_bytes)} of {part.component.name} are in no file as they "
+            "are, and have to rest in RAM; allowed: disk"
+        )
     return part.item.tier
 
 

@@ -395,6 +395,11 @@ class ManagedComponent:
     def read_group(self, group: WeightGroup) -> None:
         """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""
         with self.manager.lock.exclusive():
+            if self.plan.placement.forbids_ram:
+                raise UnsafeState(
+                    f"{self.owner} rests in its file, and its placement {str(self.plan.placement)!r} keeps it out of "
+                    "RAM: use its weights on its device, read them by state_dict(), or place it at disk"
+                )
             if self.passes.is_busy():
                 rests = f"{group.name} rests" if group.name else "non-block weights rest"
                 raise UnsafeState(
