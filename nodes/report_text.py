@@ -266,7 +266,8 @@ def event_text(event: Mapping[str, Any]) -> str:
         amount = f"{format_bytes(event['bytes'])} " if event["bytes"] else ""
         return f"{event['device']}: {amount}{event['reason']}"
     if event.get("to"):
-        where = f"from {event['device']} to {event['to']}"
+        in_file = event["to"] == "disk"  # where it has been all the time: nothing is written
+        where = f"from {event['device']}" + (", kept in its file" if in_file else f" to {event['to']}")
         return f"{done} {format_bytes(event['bytes'])} of {what} {where}: {event['reason']}"
     if event["kind"] == "release":
         places = event["device"].replace("&", " and ")

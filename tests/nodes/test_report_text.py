@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -154,13 +155,17 @@ def test_an_eviction_is_the_same_sentence_in_both() -> None:
     ]
 
 
-def test_an_eviction_names_what_it_is_and_where_it_goes() -> None:
+@pytest.mark.parametrize(
+    ("to", "told"), [("host", " to host"), ("pinned", " to pinned"), ("disk", ", kept in its file")]
+)
+def test_an_eviction_names_what_it_is_and_where_it_goes(to: str, told: str) -> None:
+    """Nothing is written to a file that has the weights all the time."""
     reason = "flux needs 4.00GiB; next use unknown, reload 0.3 s; fully evicted"
     event = Event(
         t_s=1.0, kind="evict", component="t5xxl", bytes=3 << 30, device="gpu:0", reason=reason,
-        component_kind="text", to="host",
+        component_kind="text", to=to,
     )  # fmt: skip
-    line = f"evicted 3.00GiB of text encoder t5xxl from gpu:0 to host: {reason}"
+    line = f"evicted 3.00GiB of text encoder t5xxl from gpu:0{told}: {reason}"
     assert only(describe_all_runs(make_report([], [event], 1)), "Evictions").lines == [line]
 
 
