@@ -18,7 +18,7 @@ from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module
 from ..memory.weights.safetensors_header import read_header
 
-__all__ = ["plan_files", "plan_pipeline"]
+__all__ = ["describe_checkpoint", "plan_files", "plan_pipeline"]
 
 # What a checkpoint's loader makes of it: each part's kind, and what its weights' names begin with.
 CHECKPOINT_PARTS = {
