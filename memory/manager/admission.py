@@ -305,9 +305,10 @@ class Admission:
         self, member: Member, device: Device, num_bytes: int, reason: str, *, allow_unrunnable: bool = True
     ) -> int:
         """As `evict`, because others need the memory: in a run that counts as a loss (`Returns`)."""
+        early_bytes = member.managed.early_bytes(device.name)
         freed = self.evict(member, device, num_bytes, reason, allow_unrunnable=allow_unrunnable)
-        if self.event_log.is_running:
-            member.returns.note_evicted(freed)
+        if self.event_log.is_running:  # what came early was not used yet, and is no loss
+            member.returns.note_evicted(freed - early_bytes + member.managed.early_bytes(device.name))
         return freed
 
     def evict(

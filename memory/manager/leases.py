@@ -65,7 +65,7 @@ class Leases:
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
         """The members with leases, by id."""
-        self.look_ahead = LookAhead(lock, self.capacity, self.leased)
+        self.look_ahead = LookAhead(lock, self.capacity, self.leased, idle)
         self.pack_anew: Callable[[Member], None] | None = None
         """Describes, plans and packs a component anew whose weights were converted (`Registry.pack_anew`)."""
         self.watchers: list[Callable[[str, int, int], None]] = []
@@ -149,6 +149,8 @@ class Leases:
             with host_recordings.paused():
                 self.look_closely(member)
         managed = member.managed
+        if size is not None and size not in member.settled:
+            self.look_ahead.early.make_way(member, size)
         is_settled = size is None or size in member.settled or self.capacity.leaves_enough(member, size)
         if member.is_hosted:
             if size is not None and not is_settled:

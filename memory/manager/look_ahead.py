@@ -18,6 +18,7 @@ from ..errors import InvalidInput
 from ..runtime.forwards.deferring_lock import DeferringLock
 from ..weights.source import WeightsSource
 from .early_loading import EarlyLoading
+from .idle_unloading import IdleUnloading
 from .live_capacity import LiveCapacity
 from .member import Member
 
@@ -57,10 +58,12 @@ class LookAhead:
         leased: the members that compute now, by their ids.
     """
 
-    def __init__(self, lock: DeferringLock, capacity: LiveCapacity, leased: Mapping[str, Member]) -> None:
+    def __init__(
+        self, lock: DeferringLock, capacity: LiveCapacity, leased: Mapping[str, Member], idle: IdleUnloading
+    ) -> None:
         self.capacity = capacity
         self.leased = leased
-        self.early = EarlyLoading(lock, capacity, leased)
+        self.early = EarlyLoading(lock, capacity, leased, idle)
         self.is_on = True
         self.wanted: tuple[Wanted, ...] = ()
         """In the order of their use; replaced as a whole."""
@@ -109,13 +112,14 @@ class LookAhead:
         asked: tuple[Wanted, ...] = ()
         while (found := self.wait_for_others(asked)) is not None:
             asked, num_bytes = found, 0
+            in_ram = []
             for each in asked:
                 num_bytes += each.file_bytes
                 if self.wanted is not asked or not self.capacity.has_room_for_pages(num_bytes):
                     break
                 self.read(each, asked)
-            for each in asked:
-                self.early.load(each.component, lambda: self.wanted is asked)  # noqa: B023
+                in_ram.append(each.component)
+            self.early.load(in_ram, lambda: self.wanted is asked)  # noqa: B023
 
     def wait_for_others(self, asked: tuple[Wanted, ...]) -> tuple[Wanted, ...] | None:
         """Return what is wanted when that is something else; None, and the thread ends, if it stays the same."""

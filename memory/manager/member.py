@@ -185,6 +185,11 @@ class Member:
         """Note the bytes that were allocated on its devices when its pass began."""
         self.allocated_at_entry = allocated_bytes
 
+    def note_beside(self, device: str, num_bytes: int) -> None:
+        """Note bytes that others took of a device while its pass runs, as if they had been there at its begin."""
+        if device in self.allocated_at_entry:
+            self.allocated_at_entry = self.allocated_at_entry | {device: self.allocated_at_entry[device] + num_bytes}
+
     def note_lender_entry(self, lender: Member) -> None:
         """Add what was allocated when a lender was entered for its pass: the lender takes a part of the free memory."""
         self.allocated_at_entry |= lender.allocated_at_entry

@@ -203,6 +203,10 @@ class ManagedComponent:
         for tier, num_bytes in count_host_bytes(self.packing.shares).items():
             yield tier, Kind.WEIGHTS, num_bytes
 
+    def early_bytes(self, device: str) -> int:
+        """Return the bytes that are on a device before the component is loaded there ([Note: early copies])."""
+        return sum(share.early.num_bytes for share in self.shares if share.device.name == device)
+
     def settle_books(self) -> None:
         """Enter in the ledger what is on devices and on its way there: an interrupt may have come before an entry."""
         bounce: Counter[str] = Counter()

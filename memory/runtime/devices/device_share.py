@@ -124,6 +124,10 @@ class DeviceShare:
         self.recover()
         self.settle()
         self.progress = progress or ignore
+        with self.early.filling:  # the buffers for files are of one thread at a time
+            return self.load_now(plan)
+
+    def load_now(self, plan: DevicePlan) -> int:
         try:
             self.drop_blocks(number for number, group in self.blocks.items() if number not in plan.resident)
             self.fit_scratch(plan.scratch_bytes)
@@ -198,31 +202,29 @@ class DeviceShare:
         held = lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {}  # noqa: E731
         return self.ledger.booked(self.owner, Kind.WEIGHTS, held)
 
-    def begin_early(self, plan: DevicePlan, room_bytes: int) -> EarlyCopy | None:
-        """Make room for the early copy of the next group that a plan has resident ([Note: early copies]).
+    # -- copies that are there before the component is loaded ([Note: early copies] in `early_copies.py`)
 
-        `EarlyCopies.fill` is to follow.
+    def find_early(self, plan: DevicePlan) -> WeightGroup | None:
+        """Return the first block that a plan has resident and that is not here, nor on its way; None: all are.
 
-        Args:
-            room_bytes: the most that it may take.
+        Not the fixed tensors: among them are the buffers of the module, to which other code writes unseen.
+        """
+        return self.early.find_next(group for number in sorted(plan.resident) for group in self.blocks[number].groups)
 
-        Returns:
-            None where all of the plan is there, or the group takes more.
+    def begin_early(self, group: WeightGroup) -> EarlyCopy:
+        """Make room for the early copy of a group; `EarlyCopies.fill` is to follow.
 
         Raises:
             torch.OutOfMemoryError: nothing changed.
         """
-        group = self.early.find_next(self.resident_groups(plan))
-        if group is None or group.slab_bytes > room_bytes:
-            if not plan.read_bytes:
-                self.memory.close_bounce()
-            return None
         self.memory.open_bounce()
         return self.early.begin(group)
 
-    def lacks_early(self, plan: DevicePlan) -> bool:
-        """Whether a group that a plan has resident is not here, nor on its way."""
-        return self.early.find_next(self.resident_groups(plan)) is not None
+    def close_early(self, plan: DevicePlan) -> None:
+        """Free the buffers through which files were read for early copies, if the plan reads none."""
+        with self.early.filling:
+            if not plan.read_bytes:
+                self.memory.close_bounce()
 
     def resident_groups(self, plan: DevicePlan) -> list[WeightGroup]:
         """Return what a plan has resident, in the order in which it is loaded."""

@@ -122,21 +122,30 @@ class EarlyCopies:
             early = self.by_group[group] = EarlyCopy(group, slab, Stopwatch(self.device))
         return early
 
-    def fill(self, early: EarlyCopy) -> None:
-        """Queue the copies that `begin` made room for, if nothing has dropped it meanwhile; needs no lock.
+    def fill(self, early: EarlyCopy) -> bool:
+        """Queue the copies that `begin` made room for; needs no lock. Returns False where it was dropped meanwhile.
 
         Raises as the weight store's ``copy_to``.
         """
         assert self.copies is not None
         with self.filling:
-            if self.by_group.get(early.group) is not early:
-                return
+            if not self.has(early):
+                return False
             try:
                 early.fill(self.copies)
                 self.bytes_moved += early.slab.numel()
             finally:
-                if self.by_group.get(early.group) is not early:  # a garbage collection released the component here
+                if not self.has(early):  # a garbage collection released the component here
                     self.copies.drain()
+            return True
+
+    def has(self, early: EarlyCopy) -> bool:
+        """Whether it was neither taken over nor dropped."""
+        return self.by_group.get(early.group) is early
+
+    def is_coming(self, early: EarlyCopy) -> bool:
+        """Whether its copies are still under way, and it is still wanted."""
+        return self.has(early) and not early.is_there
 
     def finish(self) -> None:
         """Wait until what is being filled is queued."""
@@ -146,8 +155,8 @@ class EarlyCopies:
     # -- taken over
 
     def begin_loading(self) -> None:
-        """Count anew what is taken over."""
-        self.finish()
+        """Count anew what is taken over; what is not on its way yet is dropped."""
+        self.drop_unfilled()
         self.taken_bytes, self.taken_s = 0, 0.0
 
     def take(self, group: WeightGroup) -> torch.Tensor | None:
@@ -159,10 +168,11 @@ class EarlyCopies:
         if early is None:
             return None
         group.rest()
-        self.finish()
         if not early.is_of_now:
             self.drop([group])
             return None
+        assert self.copies is not None
+        self.copies.drain()  # an interrupt may free it from here on
         with self.booked():
             del self.by_group[group]
         self.taken_bytes += early.slab.numel()
