@@ -29,7 +29,7 @@ from highwater.memory import MemoryManager, manage
 from highwater.memory.runtime.blocks.bundle import Bundle
 from highwater.memory.runtime.blocks.placed_tensors import PlacedTensors
 from highwater.memory.runtime.changes.move_guard import MoveGuard
-from highwater.memory.runtime.devices.device_share import DeviceShare
+from highwater.memory.runtime.devices.loading_tags import LoadingTags
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.outside_changes import OutsideChanges
 from highwater.memory.transfer.devices import find_device
@@ -179,7 +179,8 @@ def measure_run(work: Work, block_names: list[str], *, tags: bool, evicts: bool)
         stack.enter_context(simdevice.cluster([spec]))
         stack.enter_context(torch.no_grad())
         if not tags:
-            stack.enter_context(unittest.mock.patch.object(DeviceShare, "tag_copies", lambda share: None))
+            for function in ("follow", "finish"):
+                stack.enter_context(unittest.mock.patch.object(LoadingTags, function, lambda *_: None))
         link_bytes_per_s(find_device("gpu:0"), lambda: spec.h2d_bytes_per_s)
         manager = MemoryManager()
         manager.set_watermark("*", 0, 0)

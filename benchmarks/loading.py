@@ -57,7 +57,7 @@ from torch import nn
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.runtime.devices.device_share import DeviceShare
+from highwater.memory.runtime.devices.loading_tags import LoadingTags
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
 from highwater.memory.weights.file_reader import WeightsFile
 from highwater.memory.weights.safetensors_header import read_header
@@ -184,10 +184,14 @@ def ours_to_device(path: Path) -> AbstractContextManager[Read]:
 
 @contextlib.contextmanager
 def ours_untagged(path: Path) -> Iterator[Read]:
-    def wait(share: DeviceShare) -> None:
-        share.wait_for_copies()
+    def wait(tags: LoadingTags) -> None:
+        tags.copies.finish()
 
-    with patch.object(DeviceShare, "tag_copies", wait), managed_at_disk(path, profile="auto") as read:
+    with (
+        patch.object(LoadingTags, "follow", lambda *_: None),
+        patch.object(LoadingTags, "finish", wait),
+        managed_at_disk(path, profile="auto") as read,
+    ):
         yield read
 
 

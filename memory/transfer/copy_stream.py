@@ -92,6 +92,10 @@ class CopyStream:
         self.waits.await_event(stream, ready)
         return stream
 
+    def await_at_home(self, ready: torch.Event) -> None:
+        """Make the home stream wait for a copy, which it then may read; the host goes on."""
+        self.home.wait_event(ready)
+
     def finish(self) -> None:
         """Wait on the host until every queued copy is done; weights at rest may be written to then. Not for a step."""
         self.stream.synchronize()

@@ -8,6 +8,7 @@ __all__, __getattr__ = lazy_names(
         "block_state": ["BlockState"],
         "weight_store": ["FileStore", "HostStore", "SharedStore"],
         "slab_sharing": ["SlabSharing"],
+        "resident_copy": ["ResidentCopy"],
         "staging": ["StagingArea", "StagingSlot"],
         "read_on_use": ["ReadOnUse"],
         "weight_group": ["WeightGroup"],

@@ -20,6 +20,7 @@ from ..blocks.weight_group import WeightGroup
 from ..changes.forward_writes import keep_writes
 from .early_copies import EarlyCopies, EarlyCopy
 from .ledger import Kind, Ledger
+from .loading_tags import LoadingTags
 from .prefetch import Streamer
 from .working_memory import WorkingMemory
 
@@ -136,13 +137,14 @@ class DeviceShare:
             self.early.drop_others(self.resident_groups(plan))
             if plan.read_bytes or self.to_load(plan):
                 self.memory.open_bounce()
-            loaded = self.load_bundle(self.fixed)
+            tags = LoadingTags(self.copies)
+            loaded = self.load_bundle(self.fixed, tags)
             self.fit_staging(plan)
-            loaded += sum(self.load_bundle(self.blocks[number]) for number in sorted(plan.resident))
+            loaded += sum(self.load_bundle(self.blocks[number], tags) for number in sorted(plan.resident))
             if not plan.read_bytes:
                 self.memory.close_bounce()
             if loaded:
-                self.tag_copies()
+                tags.finish()
         except BaseException:  # no memory, a file that has changed, or the loading was cancelled
             self.unload()
             raise
@@ -150,38 +152,29 @@ class DeviceShare:
             self.progress = ignore  # it refers to the manager's member, and so to us
         return loaded
 
-    def load_bundle(self, bundle: Bundle) -> int:
+    def load_bundle(self, bundle: Bundle, tags: LoadingTags) -> int:
         """Make a bundle resident; returns the bytes that came for that, now or before."""
-        assert self.copies is not None
         loaded = 0
         for group in bundle.groups:
             if group.copy is None:
-                with self.weights_booked(group):
-                    slab = self.early.take(group)
-                    group.load(self.copies, slab)
-                self.loaded_bytes += group.slab_bytes if slab is None else 0
+                try:
+                    self.load_group(group)
+                except torch.OutOfMemoryError:
+                    if not tags.give_up():  # a few bytes may be what is missing
+                        raise
+                    self.load_group(group)
+                assert group.copy is not None
+                tags.follow(group.copy)
                 loaded += group.slab_bytes
                 self.progress(group.slab_bytes)
         return loaded
 
-    def tag_copies(self) -> None:
-        """Find the tags of the copies that have come, by which writes are seen when they leave.
-
-        Waits on the host until they are there: any stream may use them then, and a host may read buffers.
-        """
+    def load_group(self, group: WeightGroup) -> None:
         assert self.copies is not None
-        new = [group.copy for group in self.groups if group.copy is not None and group.copy.tags is None]
-        try:
-            self.copies.drain()
-            with self.copies.home:
-                tags = torch.stack([copy.find_tags() for copy in new]).tolist()
-        except torch.OutOfMemoryError:
-            self.copies.wait()
-            for copy in new:
-                copy.go_untagged()
-        else:
-            for copy, (weights, buffers) in zip(new, tags, strict=True):
-                copy.take_tags(weights, buffers)
+        with self.weights_booked(group):
+            slab = self.early.take(group)
+            group.load(self.copies, slab)
+        self.loaded_bytes += group.slab_bytes if slab is None else 0
 
     def settle(self) -> None:
         """Enter in the ledger what is there: an interrupt may have come between a step and its entry."""
