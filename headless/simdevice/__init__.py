@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -96,6 +96,14 @@ class SimDeviceSpec:
                 raise ValueError(f"{field}_bytes_per_s must be positive")
         if self.flops_per_s <= 0 or self.launch_s < 0 or self.latency_s < 0:
             raise ValueError("flops_per_s must be positive, launch_s and latency_s not negative")
+
+    def slowed(self, by: float) -> SimDeviceSpec:
+        """Return the same with memory and links that are ``by`` times slower, for a model that is so much smaller.
+
+        Its copies then take as long as those of the full size, beside launches and latencies that are as they are.
+        """
+        names = ("h2d_bytes_per_s", "d2h_bytes_per_s", "peer_bytes_per_s", "memory_bytes_per_s")
+        return replace(self, **{name: getattr(self, name) / by for name in names})
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -159,6 +159,7 @@ class HostProcess:
         on_gpu: bool = False,
         aimdo: Path | None = None,
         runtime: Path | None = None,
+        slowed: float = 1,
         arguments: Sequence[str] = (),
     ) -> None:
         """Prepare the base directory; nothing runs yet.
@@ -173,6 +174,7 @@ class HostProcess:
             on_gpu: it takes the machine's GPU, and as many threads as it likes; for measurements.
             aimdo: the folder of another comfy-aimdo than the one that is installed.
             runtime: the folder through which hosts share simulated GPUs; None: each has its own.
+            slowed: by how much the simulated GPUs' memory and links are slower: that for a model so much smaller.
             arguments: more for the host's command line; by default its cache forgets what a prompt does not name.
         """
         self.files = files
@@ -183,6 +185,7 @@ class HostProcess:
         self.on_gpu = on_gpu
         self.aimdo = aimdo
         self.runtime = runtime
+        self.slowed = slowed
         for path in models.glob("*/*.safetensors"):  # one by one: a test may add a file of its own
             (self.base / "models" / path.parent.name).mkdir(parents=True, exist_ok=True)
             (self.base / "models" / path.parent.name / path.name).symlink_to(path)
@@ -255,6 +258,7 @@ class HostProcess:
                 dynamic=self.dynamic,
                 aimdo=self.aimdo,
                 runtime=self.runtime,
+                slowed=self.slowed,
             )
         return environment
 

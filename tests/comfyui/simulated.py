@@ -24,6 +24,7 @@ def simulated_gpus(
     aimdo: Path | str | None = None,
     import_from: Sequence[Path | str] = (),
     runtime: Path | None = None,
+    slowed: float = 1,
 ) -> dict[str, str]:
     """Return the variables that the stand-in for ``torch_npu`` reads.
 
@@ -35,6 +36,7 @@ def simulated_gpus(
         aimdo: the folder of another comfy-aimdo than the one that is installed.
         import_from: more folders from which to import.
         runtime: the folder through which processes share devices; None: one of its own beside the socket.
+        slowed: by how much the devices' memory and links are slower than those of a `SimDeviceSpec`.
     """
     settings = {
         "simdevice": str(HERE.parents[1] / "headless" / "simdevice"),
@@ -42,6 +44,7 @@ def simulated_gpus(
         "total_bytes": list(total_bytes),
         "socket": str(socket),
         "strict": strict,
+        "slowed": slowed,
     }
     if dynamic:
         start = HERE / "fake_cuda" / "start.py"

@@ -401,3 +401,17 @@ def test_prefetch_hides_transfers_and_pageable_memory_does_not(sim: ModuleType) 
     assert 20 * 50e-6 / transfer_bound > 0.9
     assert one_slot > 1.6 * compute_bound[0]
     assert pageable > 1.6 * compute_bound[0]
+
+
+def test_a_slowed_device_copies_a_smaller_model_in_the_time_of_the_full_size(sim: ModuleType) -> None:
+    spec = sim.SimDeviceSpec(total_bytes=64 * MIB, **RATES)
+    took = []
+    for each, num_bytes in ((spec, 16 * MIB), (spec.slowed(16), MIB)):
+        with sim.cluster([each]):
+            tensor = torch.ones(num_bytes, dtype=torch.uint8).to(DEVICE)
+            tensor.add_(1)
+            torch.accelerator.synchronize()
+            took.append(sim.clock_s())
+            del tensor
+    assert took[0] == pytest.approx(took[1], rel=1e-12)
+    assert spec.slowed(16).total_bytes == spec.total_bytes

@@ -53,7 +53,8 @@ def start_driver(start: str, path: str, kind: str) -> Any:
 
 simdevice = load_simdevice(SETTINGS["simdevice"])
 simdevice.install("npu", num_devices=len(SETTINGS["total_bytes"]), build_directory=SETTINGS["build_directory"])
-simdevice.configure([simdevice.SimDeviceSpec(total_bytes=total) for total in SETTINGS["total_bytes"]])
+specs = [simdevice.SimDeviceSpec(total_bytes=total) for total in SETTINGS["total_bytes"]]
+simdevice.configure([spec.slowed(SETTINGS["slowed"]) for spec in specs])
 simdevice.strict(defer_copies=SETTINGS["strict"], check_races=SETTINGS["strict"])
 driver = start_driver(**SETTINGS["driver"]) if "driver" in SETTINGS else None
 simdevice.share_pages(driver is not None)  # core registers its copies of weights one by one, every 1 KiB
