@@ -27,6 +27,7 @@ CASES = (
     "overhead",
     "overlap",
     "streaming",
+    "switching",
     "tiers",
 )
 RESULTS = Path(__file__).parent / "results"
