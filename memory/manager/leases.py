@@ -25,6 +25,7 @@ from ..units import format_bytes, format_seconds
 from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times
 from .card_sharing import CardSharing
+from .early_loading import EarlyLoading
 from .idle_unloading import IdleUnloading
 from .live_capacity import computable
 from .look_ahead import LookAhead
@@ -65,7 +66,7 @@ class Leases:
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
         """The members with leases, by id."""
-        self.look_ahead = LookAhead(lock, self.capacity, self.leased, idle)
+        self.look_ahead = LookAhead(self.capacity, self.leased, EarlyLoading(lock, self.capacity, self.leased, idle))
         self.pack_anew: Callable[[Member], None] | None = None
         """Describes, plans and packs a component anew whose weights were converted (`Registry.pack_anew`)."""
         self.watchers: list[Callable[[str, int, int], None]] = []

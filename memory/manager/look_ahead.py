@@ -15,10 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import InvalidInput
-from ..runtime.forwards.deferring_lock import DeferringLock
 from ..weights.source import WeightsSource
 from .early_loading import EarlyLoading
-from .idle_unloading import IdleUnloading
 from .live_capacity import LiveCapacity
 from .member import Member
 
@@ -58,12 +56,10 @@ class LookAhead:
         leased: the members that compute now, by their ids.
     """
 
-    def __init__(
-        self, lock: DeferringLock, capacity: LiveCapacity, leased: Mapping[str, Member], idle: IdleUnloading
-    ) -> None:
+    def __init__(self, capacity: LiveCapacity, leased: Mapping[str, Member], early: EarlyLoading) -> None:
         self.capacity = capacity
         self.leased = leased
-        self.early = EarlyLoading(lock, capacity, leased, idle)
+        self.early = early
         self.is_on = True
         self.wanted: tuple[Wanted, ...] = ()
         """In the order of their use; replaced as a whole."""
