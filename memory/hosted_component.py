@@ -202,7 +202,6 @@ class HostedComponent:
                 kinds={self.name: self.kind},
                 sources=sources,
                 draft=self.draft_for(name),
-                is_hosted=True,
             )
         except DoesNotFit:
             return self.describe(module).weight_bytes

@@ -59,7 +59,6 @@ def plan_modules(
     in_file: Collection[str] = (),
     shared: Mapping[str, Shared] | None = None,
     draft: Draft | None = None,
-    is_hosted: bool = False,
 ) -> Draft:
     """Return modules as components, and their plan; moves nothing.
 
@@ -73,7 +72,6 @@ def plan_modules(
         in_file: the components whose weights rest in their file, whatever is on a device now.
         shared: what components share, by name.
         draft: an earlier result for the same placement, profile and precision; returned again where it holds.
-        is_hosted: whether their host reads single weights of them, from their file where they rest there.
     """
     largest_bytes: int | None = None
     cuts_whole = False
@@ -108,9 +106,7 @@ def plan_modules(
             source = sources.get(name)
             if source is not None:
                 source.alias_tied(component)
-                component = replace(
-                    with_file(component, source, is_trusted=asked or on_meta), stays_as_stored=is_hosted
-                )
+                component = with_file(component, source, is_trusted=asked or on_meta)
             components.append(component)
         if not described:
             described = tuple(components)
@@ -145,7 +141,7 @@ def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) 
         is_trusted: whether the files are taken to have what the module has; else that is known of what is mapped only.
     """
     if is_trusted and source.covers(component):
-        return replace(component, has_file=True, stored_as=source.stored_as(component))
+        return replace(component, has_file=True)
     lacking = source.find_lacking(component, among_mapped=True)
     is_none = lacking.issuperset(block.name for block in (*component.blocks, component.non_block) if block.tensors)
     return component if is_none else replace(component, has_file=True, lacking=lacking)

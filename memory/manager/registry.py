@@ -105,7 +105,6 @@ class Registry:
             patterns=patterns,
             shared=common,
             draft=draft,
-            is_hosted=is_hosted,
         )
         components, plan = planned.components, planned.plan
         self.sharing.refuse_apart(
@@ -305,7 +304,6 @@ class Registry:
             patterns=next((member.patterns for member in members), None),
             in_file=[member.name for member in members if member.managed.plan.in_file],
             shared={member.name: shared[member.id] for member in members if member.id in shared},
-            is_hosted=hosted,
         )
         components, plan = planned.components, planned.plan
         if shared:

@@ -23,7 +23,6 @@ from ..weights.component import Component
 from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import DevicePlan
-from .form_choice import explain_reading
 from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
 __all__ = ["StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned"]
@@ -81,13 +80,8 @@ class StoreSpec:
 
     @property
     def can_rest_on_disk(self) -> bool:
-        """Whether its weights can stay in its file: not where the user requested a form that takes whole weights."""
-        return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile or self.encodes_as_read)
-
-    @property
-    def encodes_as_read(self) -> bool:
-        """Whether the form that was requested can be had each time when its file is read."""
-        return not self.component.stays_as_stored and all(numbers.in_parts for numbers in self.forms.values())
+        """Whether its weights can stay in its file: not in a form that the user requested, which no file holds."""
+        return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
 
     @property
     def lacking(self) -> frozenset[str]:
@@ -186,7 +180,7 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
         part = decided[index]
         asked = part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind)
         is_short = part.tier is None and not asked and part.unread_bytes > left + part.bounce_bytes
-        if (asked or is_short or part.tier == "disk") and part.forms and part.forms_by_profile:
+        if (asked or is_short or part.tier == "disk") and part.forms:
             reason = f"stays as stored: profile {profile.name} quantizes only weights that are kept in RAM"
             part = replace(part, sizes=part.sizes.as_they_came, reasons=(reason,))
         if asked or part.tier == "disk":
@@ -235,9 +229,7 @@ def why_unavailable(part: StoreSpec) -> str:
         return "it computes on the CPU"
     if not part.has_file:
         return "its files are not known or do not hold its weights as they are"
-    if part.component.stays_as_stored:
-        return f"precision {part.precision.name!r} was requested, and its host uses files only as stored"
-    return f"precision {part.precision.name!r} was requested, which needs whole weights in RAM"
+    return f"precision {part.precision.name!r} was requested, and files are used only as stored"
 
 
 def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
@@ -276,8 +268,6 @@ def may_be_pinned(part: StoreSpec, profile: OffloadProfile) -> bool:
 
 def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> StoreSpec:
     """Return the component with its final tier, and why not all its weights or buffers are page-locked."""
-    if part.in_file:
-        part = replace(part, reasons=(*part.reasons, *explain_reading(part.component, part.forms, part.in_file)))
     if part.in_file and not part.locks_buffers:
         part = replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier not in (None, "pinned"):

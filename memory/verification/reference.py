@@ -287,10 +287,7 @@ def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
             with torch.inference_mode(False):
                 weight = torch.empty(slot.held.shape, dtype=slot.held.dtype)
             store.source.read_into([(name, weight)], drop_pages=True)
-            kind = group.encoded.get(index)
-            if kind is None:
-                return [weight]
-            return (slot.encoding or kind.measure(weight, name=name)).encode(weight)
+            return [weight]
         return [store.kept[place] for place in range(first, first + group.layout.num_leaves[index])]
     if group.host_slab is None:
         return leaves_of(slot.held)

@@ -6,15 +6,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
-import torch
-
-from .casting import EIGHT_BITS, Reading, can_cast
 from .component import Component, TensorSpec
 from .file_origin import Origin
-from .file_reader import OpenFiles, Target, WeightsFile, torch_dtype
+from .file_reader import OpenFiles, Target, WeightsFile
 from .loading import Loading
 from .safetensors_header import TensorHeader, read_header
 
@@ -92,9 +88,10 @@ class WeightsSource:
 
         A library may have changed the values as it loaded them.
         """
-        if self.loading is None or not self.holds_as_it_is(spec):
+        stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), None)
+        if self.loading is None or stored_name is None or not self.holds(spec):
             return None
-        file, tensor = self.files[next(name for name in (spec.name, *spec.other_names) if name in self.files)]
+        file, tensor = self.files[stored_name]
         identity = self.loading.file_at(file.path)
         return None if identity is None else Origin(identity, tensor)
 
@@ -118,48 +115,12 @@ class WeightsSource:
                 self.alias(spec.name, stored_name)
 
     def holds(self, spec: TensorSpec) -> bool:
-        """Whether a file has a weight, under any name of a tied one: as it is, or to be cast ([Note: casts])."""
-        return self.holds_as_it_is(spec) or self.stored_dtype(spec) is not None
-
-    def holds_as_it_is(self, spec: TensorSpec) -> bool:
-        """Whether a file has a weight to the byte."""
-        tensor = self.find(spec)
-        return tensor is not None and (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
-
-    def stored_dtype(self, spec: TensorSpec) -> str | None:
-        """Return in which other dtype a file has a weight that is cast as it is read; None if it is not."""
-        tensor = self.find(spec)
-        if tensor is None or tensor.shape != spec.shape:
-            return None
-        stored = torch_dtype(tensor.dtype)
-        layer = tensor.name.rpartition(".")[0]
-        is_scaled = stored in EIGHT_BITS and bool(self.scales.get(layer, set()) - {tensor.name})
-        return tensor.dtype if can_cast(stored, torch_dtype(spec.dtype)) and not is_scaled else None
-
-    def stored_as(self, component: Component) -> frozenset[tuple[str, str]]:
-        """Return the weights of a component that are cast as they are read, each with the dtype that its file has."""
-        specs = [spec for block in (*component.blocks, component.non_block) for spec in block.tensors]
-        found = [(spec.name, self.stored_dtype(spec)) for spec in specs]
-        return frozenset((name, dtype) for name, dtype in found if dtype is not None)
-
-    def find(self, spec: TensorSpec) -> TensorHeader | None:
-        """Return what a file has under a name of a plain weight."""
+        """Whether a file has a weight as it is, to the byte, under any name of a tied one."""
         stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), None)
-        return None if spec.leaves or stored_name is None else self.files[stored_name][1]
-
-    @cached_property
-    def scales(self) -> Mapping[str, set[str]]:
-        """The names of scales in the files, by their layers."""
-        found = defaultdict(set)
-        for file in {id(file): file for file, _ in self.files.values()}.values():
-            for layer, _, last in (name.rpartition(".") for name in file.tensors):
-                if "scale" in last:
-                    found[layer].add(f"{layer}.{last}" if layer else last)
-        return found
-
-    def torch_dtype_of(self, name: str) -> torch.dtype | None:
-        """Return the dtype in which a file has a weight; None where torch has none such."""
-        return torch_dtype(self.files[name][1].dtype)
+        if spec.leaves or stored_name is None:
+            return False
+        tensor = self.files[stored_name][1]
+        return (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
 
     def position_of(self, name: str) -> tuple[str, int]:
         """Return in which file a weight lies, and where it begins there."""
@@ -205,9 +166,6 @@ class WeightsSource:
     ) -> bool:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all.
 
-        A target of another floating dtype gets the whole weight, cast. That takes no memory beside the target if it is
-        the wider one, else as much as the file has of the weight, of one at a time.
-
         While RAM has room for them (`keep_pages`) ``drop_pages`` notes the pages instead, for `drop_kept`.
         """
         with self.held() as files:
@@ -243,34 +201,26 @@ class WeightsSource:
         *,
         handles_pages: bool,
     ) -> bool:
-        begin_s = time.perf_counter()
-        readings = [(self.files[name][0], Reading(self.files[name][1], *target)) for name, *target in targets]
-        together = [(file, reading) for file, reading in readings if not reading.needs_room]
-        one_by_one = [[(file, reading)] for file, reading in readings if reading.needs_room]
+        by_file: dict[WeightsFile, list[Target]] = defaultdict(list)
+        for name, *rest in targets:
+            file, tensor = self.files[name]
+            by_file[file].append((tensor.name, *rest))
         num_before = 0
+        begin_s = time.perf_counter()
         were_cached = []
-        for batch in (together, *one_by_one):
-            by_file: dict[WeightsFile, list[Reading]] = defaultdict(list)
-            for file, reading in batch:
-                by_file[file].append(reading)
-            for file, parts in by_file.items():
-                num_bytes = sum(part.target.nbytes for part in parts)
-                tell = None if progress is None else count_on(progress, num_before, num_bytes)
-                were_cached.append(
-                    file.read_into(
-                        [part.part() for part in parts],
-                        progress=tell,
-                        drop_pages=handles_pages and not self.keeps_pages,
-                        keep_pages=handles_pages and self.keeps_pages,
-                        files=files,
-                    )
+        for file, parts in by_file.items():
+            tell = None if progress is None else count_on(progress, num_before)
+            were_cached.append(
+                file.read_into(
+                    parts,
+                    progress=tell,
+                    drop_pages=handles_pages and not self.keeps_pages,
+                    keep_pages=handles_pages and self.keeps_pages,
+                    files=files,
                 )
-                for part in parts:
-                    self.read_bytes += part.num_read
-                    part.finish()
-                if tell is not None and any(part.casts for part in parts):
-                    tell(num_bytes)
-                num_before += num_bytes
+            )
+            num_before += sum(part[1].nbytes for part in parts)
+        self.read_bytes += num_before
         self.read_s += time.perf_counter() - begin_s
         return all(were_cached)
 
@@ -281,6 +231,5 @@ def all_tensors(component: Component) -> list[TensorSpec]:
     ]
 
 
-def count_on(progress: Callable[[int], None], num_before: int, most: int) -> Callable[[int], None]:
-    """Return what adds what was done before; what is cast to fewer bytes counts as no more than these."""
-    return lambda num_done: progress(num_before + min(num_done, most))
+def count_on(progress: Callable[[int], None], num_before: int) -> Callable[[int], None]:
+    return lambda num_done: progress(num_before + num_done)
