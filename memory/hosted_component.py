@@ -202,6 +202,7 @@ class HostedComponent:
                 kinds={self.name: self.kind},
                 sources=sources,
                 draft=self.draft_for(name),
+                is_hosted=True,
             )
         except DoesNotFit:
             return self.describe(module).weight_bytes

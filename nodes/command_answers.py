@@ -78,7 +78,7 @@ def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dic
     if not files and not pipelines:
         raise InvalidInput("no model to plan; add ?file=diffusion_models/name.safetensors or ?pipeline=name")
     machine = manager.machine()
-    plans = {"files": plan_files(files, machine, **words)} if files else {}
+    plans = {"files": plan_files(files, machine, is_hosted=True, **words)} if files else {}
     plans |= {name: plan_pipeline(find_pipeline(name), machine, **words) for name in pipelines}
     return {"plans": {name: plan.to_json() for name, plan in plans.items()}, "text": plans_text(plans)}
 

@@ -28,8 +28,19 @@ CHECKPOINT_PARTS = {
 }
 
 
-def plan_files(paths: Sequence[Path], machine: Machine, *, profile: str, placement: str, precision: str | None) -> Plan:
+def plan_files(
+    paths: Sequence[Path],
+    machine: Machine,
+    *,
+    profile: str,
+    placement: str,
+    precision: str | None,
+    is_hosted: bool = False,
+) -> Plan:
     """Plan single-file models as if one workflow used them all; precision None is what the profile says.
+
+    Args:
+        is_hosted: for loaders of ComfyUI, which uses files only as stored.
 
     Raises:
         InvalidInput, DoesNotFit: as `plan_components`, and for a bad header.
@@ -42,7 +53,7 @@ def plan_files(paths: Sequence[Path], machine: Machine, *, profile: str, placeme
         found = describe_checkpoint(path) or [describe([path], path.stem)]
         if not any(part.weight_bytes for part in found):
             raise InvalidInput(f"{path}: holds no weights, so there is nothing to plan")
-        parts += found
+        parts += [replace(part, stays_as_stored=is_hosted) for part in found]
     return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
 
 

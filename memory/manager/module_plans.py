@@ -59,6 +59,7 @@ def plan_modules(
     in_file: Collection[str] = (),
     shared: Mapping[str, Shared] | None = None,
     draft: Draft | None = None,
+    is_hosted: bool = False,
 ) -> Draft:
     """Return modules as components, and their plan; moves nothing.
 
@@ -72,6 +73,7 @@ def plan_modules(
         in_file: the components whose weights rest in their file, whatever is on a device now.
         shared: what components share, by name.
         draft: an earlier result for the same placement, profile and precision; returned again where it holds.
+        is_hosted: whether their host reads single weights of them, from their file where they rest there.
     """
     largest_bytes: int | None = None
     cuts_whole = False
@@ -107,6 +109,7 @@ def plan_modules(
             if source is not None:
                 source.alias_tied(component)
                 component = with_file(component, source, is_trusted=asked or on_meta)
+                component = replace(component, stays_as_stored=is_hosted or not source.are_bare(component))
             components.append(component)
         if not described:
             described = tuple(components)
@@ -141,7 +144,7 @@ def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) 
         is_trusted: whether the files are taken to have what the module has; else that is known of what is mapped only.
     """
     if is_trusted and source.covers(component):
-        return replace(component, has_file=True)
+        return replace(component, has_file=True, stored_as=source.stored_as(component))
     lacking = source.find_lacking(component, among_mapped=True)
     is_none = lacking.issuperset(block.name for block in (*component.blocks, component.non_block) if block.tensors)
     return component if is_none else replace(component, has_file=True, lacking=lacking)

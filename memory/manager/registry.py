@@ -105,6 +105,7 @@ class Registry:
             patterns=patterns,
             shared=common,
             draft=draft,
+            is_hosted=is_hosted,
         )
         components, plan = planned.components, planned.plan
         self.sharing.refuse_apart(
@@ -266,7 +267,7 @@ class Registry:
         """Whether a component's files hold its weights in the dtypes and shapes that its module has now."""
         managed = member.managed
         described = component_from_module(managed.module, name=member.name, kind=managed.component.kind)
-        return managed.source is not None and managed.source.covers(described)
+        return managed.source is not None and managed.source.covers_as_it_is(described)
 
     def replace_ready(
         self,
@@ -304,6 +305,7 @@ class Registry:
             patterns=next((member.patterns for member in members), None),
             in_file=[member.name for member in members if member.managed.plan.in_file],
             shared={member.name: shared[member.id] for member in members if member.id in shared},
+            is_hosted=hosted,
         )
         components, plan = planned.components, planned.plan
         if shared:

@@ -192,8 +192,8 @@ def plan_share(
         if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
             schedule = in_place
     share = stream(whole, sizes, schedule)
-    share = replace(share, read_bytes=sum(sizes[number] for number in share.streamed if number in files))
-    reasons = explain_streaming(share, allowed, speeds, profile, are_known)
+    share = replace(share, read_bytes=sum(component_sizes.in_file[number] for number in files - share.resident))
+    reasons = explain_streaming(component_sizes, share, allowed, speeds, profile, are_known)
     pass_s = schedule.pass_s if are_known else None
     return replace(
         share, pass_s=pass_s, limit_bytes=limit, limited_by=allowed.source, blocking=blocking, reasons=reasons
@@ -237,7 +237,7 @@ def confirm_share(
         in_place = keep_in_place(share, sizes, work, left_bytes, profile)
         if in_place is None or not is_settled(share, in_place, are_known):
             return None
-    reasons = explain_streaming(share, allowed, speeds, profile, are_known)
+    reasons = explain_streaming(component_sizes, share, allowed, speeds, profile, are_known)
     return replace(share, keeps_bytes=allowed.whole.keeps_bytes, limited_by=allowed.source, reasons=reasons)
 
 
@@ -385,6 +385,7 @@ def is_settled(current: DevicePlan, in_place: Schedule, are_known: bool) -> bool
 
 
 def explain_streaming(
+    component_sizes: Sizes,
     share: DevicePlan,
     allowed: Allowed,
     speeds: Mapping[int, float] | None,
@@ -393,7 +394,15 @@ def explain_streaming(
 ) -> tuple[str, ...]:
     """Return why blocks of a share stream, and what that costs."""
     streamed_bytes = sum(allowed.sizes[number] for number in share.streamed)
-    read = f", {format_bytes(share.read_bytes)} of it read from its file" if share.read_bytes else ""
+    read = ""
+    if share.read_bytes:
+        num_bytes = format_bytes(share.read_bytes)
+        is_converted = component_sizes.in_file != component_sizes.blocks
+        read = (
+            f", for which {num_bytes} are read from its file"
+            if is_converted
+            else f", {num_bytes} of it read from its file"
+        )
     speed = ""
     if speeds is not None:
         copies_s = sum(allowed.sizes[number] / speeds[number] for number in share.streamed)

@@ -1,18 +1,20 @@
-"""Which weights rest in an encoded form, and what keeps the others as they came."""
+"""Which weights rest in an encoded form, what keeps the others as they came, and what is made of a file's weights."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from ..options.precision import Precision
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
-from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms
+from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import numbers_of
 from .sizes import Sizes
 
-__all__ = ["choose_forms", "encoded_bytes", "explain_wide"]
+__all__ = ["choose_forms", "encoded_bytes", "explain_reading", "explain_wide"]
 
 # Less than this share of what could be encoded is not worth a line of the plan.
 WORTH_A_LINE = 0.001
@@ -91,3 +93,34 @@ def explain_wide(component: Component, precision: Precision) -> str:
         return ""
     reasons = ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in kept.most_common())
     return f"{format_bytes(kept.total())} of the blocks stay as stored: {reasons}"
+
+
+def explain_reading(component: Component, forms: Forms, in_file: Collection[str]) -> list[str]:
+    """Return what is made of weights each time when they are read from their file: casts, and encoded forms.
+
+    Args:
+        in_file: the blocks that rest there, by name; ``""`` for the non-block weights.
+    """
+    stored = dict(component.stored_as)
+    blocks = [block for block in (*component.blocks, component.non_block) if block.name in in_file]
+    weights = [weight for block in blocks for weight in block.tensors]
+
+    def stored_bytes(some: Iterable[TensorSpec]) -> str:
+        return format_bytes(sum(replace(each, dtype=stored.get(each.name, each.dtype)).weight_bytes for each in some))
+
+    casts: dict[tuple[str, str], list[TensorSpec]] = {}
+    for weight in weights:
+        if weight.name in stored:
+            casts.setdefault((stored[weight.name], weight.dtype), []).append(weight)
+    reasons = [
+        f"{stored_bytes(some)} in its file are cast from {before} to {after} as they are read"
+        for (before, after), some in casts.items()
+    ]
+    encoded = [weight for weight in weights if weight.name in forms]
+    if encoded:
+        num_bytes = sum(sum(forms[weight.name].leaf_bytes(weight)) for weight in encoded)
+        kept = rests_of({weight.name: forms[weight.name] for weight in encoded})
+        reasons.append(
+            f"{stored_bytes(encoded)} in its file are encoded as they are read: {format_bytes(num_bytes)} {kept}"
+        )
+    return reasons

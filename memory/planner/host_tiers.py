@@ -23,6 +23,7 @@ from ..weights.component import Component
 from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import DevicePlan
+from .form_choice import explain_reading
 from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
 __all__ = ["StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned"]
@@ -80,8 +81,13 @@ class StoreSpec:
 
     @property
     def can_rest_on_disk(self) -> bool:
-        """Whether its weights can stay in its file: not in a form that the user requested, which no file holds."""
-        return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
+        """Whether its weights can stay in its file: not where the user requested a form that takes whole weights."""
+        return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile or self.encodes_as_read)
+
+    @property
+    def encodes_as_read(self) -> bool:
+        """Whether the form that was requested can be had each time when its file is read."""
+        return not self.component.stays_as_stored and all(numbers.in_parts for numbers in self.forms.values())
 
     @property
     def lacking(self) -> frozenset[str]:
@@ -180,7 +186,7 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
         part = decided[index]
         asked = part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind)
         is_short = part.tier is None and not asked and part.unread_bytes > left + part.bounce_bytes
-        if (asked or is_short or part.tier == "disk") and part.forms:
+        if (asked or is_short or part.tier == "disk") and part.forms and part.forms_by_profile:
             reason = f"stays as stored: profile {profile.name} quantizes only weights that are kept in RAM"
             part = replace(part, sizes=part.sizes.as_they_came, reasons=(reason,))
         if asked or part.tier == "disk":
@@ -229,7 +235,12 @@ def why_unavailable(part: StoreSpec) -> str:
         return "it computes on the CPU"
     if not part.has_file:
         return "its files are not known or do not hold its weights as they are"
-    return f"precision {part.precision.name!r} was requested, and files are used only as stored"
+    if part.component.stays_as_stored:
+        return (
+            f"precision {part.precision.name!r} was requested, and of a model that a host moves, or that came with its "
+            "weights, files are used only as stored"
+        )
+    return f"precision {part.precision.name!r} was requested, which needs whole weights in RAM"
 
 
 def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
@@ -268,6 +279,8 @@ def may_be_pinned(part: StoreSpec, profile: OffloadProfile) -> bool:
 
 def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> StoreSpec:
     """Return the component with its final tier, and why not all its weights or buffers are page-locked."""
+    if part.in_file:
+        part = replace(part, reasons=(*part.reasons, *explain_reading(part.component, part.forms, part.in_file)))
     if part.in_file and not part.locks_buffers:
         part = replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier not in (None, "pinned"):

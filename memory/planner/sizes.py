@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
@@ -78,6 +79,17 @@ class Sizes:
     def widths(self) -> tuple[int, ...]:
         """Of each block, the bytes of its encoded weights as they compute."""
         return tuple(wide_bytes(block, self.forms) for block in self.component.blocks)
+
+    @cached_property
+    def in_file(self) -> tuple[int, ...]:
+        """Of each block, the bytes of a slab with what its file has of it: what a load reads."""
+        if not self.component.stored_as:
+            return self.as_they_came.blocks
+        stored = dict(self.component.stored_as)
+        return tuple(
+            slab_bytes(replace(each, dtype=stored.get(each.name, each.dtype)).weight_bytes for each in block.tensors)
+            for block in self.component.blocks
+        )
 
     @cached_property
     def as_they_came(self) -> Sizes:

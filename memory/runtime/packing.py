@@ -190,7 +190,7 @@ class Packing:
                 for share in self.shares:
                     if self.plan.in_file:
                         self.leave_in_file(share)
-                    if self.plan.tier != "disk":
+                    if self.plan.tier != "disk" or any(group.at_rest.store is None for group in share.groups):
                         self.pack_share(share, progress)
         finally:
             self.origins, self.filled, self.proven = {}, (), None
@@ -366,12 +366,19 @@ class Packing:
         for group in [group for group in share.groups if group.name in self.plan.in_file]:
             if group.at_rest.store is None:
                 self.written.compare(group)
+                if self.has_written_encoded(group):
+                    continue
                 group.rest_in_file(self.source, share.bounce, written=self.written.names)
             assert isinstance(group.at_rest.store, FileStore)
             self.books.note("host", group.at_rest.store.kept_bytes)
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=self.plan.locks_buffers)
+
+    def has_written_encoded(self, group: WeightGroup) -> bool:
+        """Whether weights to encode are not what their file has any more: their group rests in RAM as a whole."""
+        written = self.written.names
+        return any(group.slots[index].spec.name in written for index in group.encoded)
 
     def follow(self, plan: ComponentPlan) -> None:
         """Note that weights rest as another plan of the same blocks says."""

@@ -287,7 +287,10 @@ def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
             with torch.inference_mode(False):
                 weight = torch.empty(slot.held.shape, dtype=slot.held.dtype)
             store.source.read_into([(name, weight)], drop_pages=True)
-            return [weight]
+            kind = group.encoded.get(index)
+            if kind is None:
+                return [weight]
+            return (slot.encoding or kind.measure(weight, name=name)).encode(weight)
         return [store.kept[place] for place in range(first, first + group.layout.num_leaves[index])]
     if group.host_slab is None:
         return leaves_of(slot.held)

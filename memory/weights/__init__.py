@@ -23,6 +23,7 @@ __all__, __getattr__ = lazy_names(
         "page_cache": ["find_heap_trim"],
         "tensor_holders": ["CAN_COUNT", "count_tensors", "find_held_elsewhere"],
         "loading": ["Loading"],
+        "casting": ["NUM_AT_A_TIME", "can_cast", "cast_into", "convert_in_place", "stored_begin"],
         "source": ["WeightsSource"],
         "mapped_files": ["find_sources", "map_again", "map_tensors"],
         "discovery": ["components_of", "discover_components", "holds_pipeline"],

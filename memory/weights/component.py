@@ -80,6 +80,11 @@ class Component:
     """Whether weights can be read from files as they are: all but those of ``lacking``."""
     lacking: frozenset[str] = frozenset()
     """The names of the blocks of which no file has all weights as they are, with ``""`` for the non-block weights."""
+    stored_as: frozenset[tuple[str, str]] = frozenset()
+    """The weights that are cast as they are read, each with the dtype that its file has ([Note: casts])."""
+    stays_as_stored: bool = False
+    """Whether what rests in its file is used as stored there only: a host reads single weights of it, or its module
+    came with weights, which may not be the file's."""
     shares: tuple[str, ...] = ()
     """How much of its module other components own, one line each for the plan."""
     from_header: bool = False

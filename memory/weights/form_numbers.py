@@ -48,6 +48,8 @@ class FormNumbers:
         effect: what it does to a model, after its name, in a tooltip.
         leaves: in the order of the leaves that the form's class makes.
         suits: whether the form is defined for a weight of this shape, such as rows of whole groups.
+        in_parts: whether a weight can be measured and encoded part by part, which its file then is read in: it has one
+            leaf, of as many elements as the weight.
     """
 
     name: str
@@ -55,6 +57,7 @@ class FormNumbers:
     effect: str
     leaves: tuple[LeafNumbers, ...]
     suits: Callable[[TensorSpec], bool] = every_shape
+    in_parts: bool = False
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether a weight can rest in this form."""

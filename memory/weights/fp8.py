@@ -8,7 +8,7 @@ stays; the wide copy is scratch that the next block overwrites, so nothing is ev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -47,8 +47,15 @@ class ScaledFp8(EncodedForm):
     def measure(cls, weight: torch.Tensor, *, name: str) -> ScaledFp8:
         return cls(find_scale(weight, name=name))
 
+    @classmethod
+    def measure_parts(cls, parts: Iterable[torch.Tensor], *, name: str) -> ScaledFp8:
+        return cls(find_scale_of_parts(parts, name=name))
+
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         return [encode_fp8(weight, self.scale)]
+
+    def encode_part(self, part: torch.Tensor, leaf: torch.Tensor) -> None:
+        leaf.copy_(part.mul_(1.0 / self.scale))
 
     def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         with torch.no_grad():
@@ -74,8 +81,15 @@ def find_scale(weight: torch.Tensor, *, name: str) -> float:
     Raises:
         InvalidInput: the weight holds NaN or infinity.
     """
-    largest = float(weight.abs().amax()) if weight.numel() else 0.0
-    if not math.isfinite(largest):
+    return find_scale_of_parts([weight], name=name)
+
+
+@torch.no_grad()
+def find_scale_of_parts(parts: Iterable[torch.Tensor], *, name: str) -> float:
+    """Do the same for a weight that comes in parts."""
+    limits = [abs(float(limit)) for part in parts if part.numel() for limit in torch.aminmax(part)]
+    largest = max(limits, default=0.0)
+    if not all(map(math.isfinite, limits)):
         raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
     return max(LEAST_SCALE, 2.0 ** math.ceil(math.log2(largest / FP8_MAX))) if largest > 0.0 else 1.0
 

@@ -34,6 +34,7 @@ SCALED_FP8 = FormNumbers(
         "keeps block weights in eight bits with a scale per tensor, which halves 16-bit weights and is slightly lossy"
     ),
     leaves=(LeafNumbers(bits=8),),
+    in_parts=True,
 )
 
 FORMS: dict[str, tuple[FormNumbers, Callable[[], type[EncodedForm]]]] = {

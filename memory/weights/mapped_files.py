@@ -59,9 +59,16 @@ def find_sources(modules: Mapping[str, nn.Module], known: Mapping[str, WeightsSo
         found = find_mapped(module)
         if name in sources:
             sources[name].take_mapped(found)
+            sources[name].note_bare(names_without_memory(module))
         elif found is not None:
             sources[name] = found
     return sources
+
+
+def names_without_memory(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's weights and buffers that are on the meta device, all names of tied ones."""
+    for tensors in (module.named_parameters, module.named_buffers):
+        yield from (name for name, tensor in tensors(remove_duplicate=False) if tensor.is_meta)
 
 
 def find_mapped(module: nn.Module) -> WeightsSource | None:

@@ -6,15 +6,22 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
+import torch
+
+from .casting import EIGHT_BITS, Reading, can_cast
 from .component import Component, TensorSpec
 from .file_origin import Origin
-from .file_reader import OpenFiles, Target, WeightsFile
+from .file_reader import OpenFiles, Target, WeightsFile, torch_dtype
 from .loading import Loading
 from .safetensors_header import TensorHeader, read_header
 
 __all__ = ["WeightsSource"]
+
+# What libraries call the numbers by which codes of eight bits are multiplied.
+SCALES = ("scale", "amax")
 
 
 class WeightsSource:
@@ -35,6 +42,9 @@ class WeightsSource:
         self.read_s = 0.0
         self.mapped: set[str] = set()
         """The weights that their module held in a mapping of the file ([Note: mapped weights] in `mapped_files.py`)."""
+        self.bare = frozenset[str]()
+        """The weights for which their module came without memory, by all of their names: what it computes with is what
+        the file has, whatever their dtype is."""
         self.keeps_pages = False
         """Whether the system keeps what is read in its cache: RAM has room for it."""
         self.loading: Loading | None = None
@@ -50,6 +60,10 @@ class WeightsSource:
         """Have a weight that its module holds in a mapping of a file."""
         self.files[name] = file, tensor
         self.mapped.add(name)
+
+    def note_bare(self, names: Iterable[str]) -> None:
+        """Note for which weights, and buffers, a module comes without memory."""
+        self.bare = frozenset(names)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -88,10 +102,9 @@ class WeightsSource:
 
         A library may have changed the values as it loaded them.
         """
-        stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), None)
-        if self.loading is None or stored_name is None or not self.holds(spec):
+        if self.loading is None or not self.holds_as_it_is(spec):
             return None
-        file, tensor = self.files[stored_name]
+        file, tensor = self.files[next(name for name in (spec.name, *spec.other_names) if name in self.files)]
         identity = self.loading.file_at(file.path)
         return None if identity is None else Origin(identity, tensor)
 
@@ -103,6 +116,7 @@ class WeightsSource:
         """Rename weights, by their old names; all at once, because a new name may be another weight's old one."""
         self.files.update({new: self.files[old] for old, new in names.items()})
         self.mapped = {names.get(name, name) for name in self.mapped}
+        self.bare = frozenset(names.get(name, name) for name in self.bare)
 
     def alias_tied(self, component: Component) -> None:
         """Make each tied weight known by the name that its component gives it, whichever of its names the files have.
@@ -115,12 +129,56 @@ class WeightsSource:
                 self.alias(spec.name, stored_name)
 
     def holds(self, spec: TensorSpec) -> bool:
-        """Whether a file has a weight as it is, to the byte, under any name of a tied one."""
+        """Whether a file has a weight, under any name of a tied one: as it is, or to be cast ([Note: casts])."""
+        return self.holds_as_it_is(spec) or self.stored_dtype(spec) is not None
+
+    def holds_as_it_is(self, spec: TensorSpec) -> bool:
+        """Whether a file has a weight to the byte."""
+        tensor = self.find(spec)
+        return tensor is not None and (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
+
+    def stored_dtype(self, spec: TensorSpec) -> str | None:
+        """Return in which other dtype a file has a weight that is cast as it is read; None if it is not.
+
+        Only of a weight that came without memory: of any other the module may have another value than the file.
+        """
+        tensor = self.find(spec)
+        if tensor is None or tensor.shape != spec.shape or self.bare.isdisjoint((spec.name, *spec.other_names)):
+            return None
+        stored = torch_dtype(tensor.dtype)
+        if stored in EIGHT_BITS and self.is_scaled(tensor.name):
+            return None
+        return tensor.dtype if can_cast(stored, torch_dtype(spec.dtype)) else None
+
+    def are_bare(self, component: Component) -> bool:
+        """Whether a module came without memory for all weights of a component."""
+        return all(not self.bare.isdisjoint((spec.name, *spec.other_names)) for spec in weights_of(component))
+
+    def stored_as(self, component: Component) -> frozenset[tuple[str, str]]:
+        """Return the weights of a component that are cast as they are read, each with the dtype that its file has."""
+        found = [(spec.name, self.stored_dtype(spec)) for spec in weights_of(component)]
+        return frozenset((name, dtype) for name, dtype in found if dtype is not None)
+
+    def find(self, spec: TensorSpec) -> TensorHeader | None:
+        """Return what a file has under a name of a plain weight."""
         stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), None)
-        if spec.leaves or stored_name is None:
-            return False
-        tensor = self.files[stored_name][1]
-        return (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
+        return None if spec.leaves or stored_name is None else self.files[stored_name][1]
+
+    @cached_property
+    def scales(self) -> tuple[str, ...]:
+        """The names of what may be scales in the files."""
+        files = {id(file): file for file, _ in self.files.values()}.values()
+        names = (name for file in files for name in file.tensors)
+        return tuple(name for name in names if any(word in name.rpartition(".")[2].lower() for word in SCALES))
+
+    def is_scaled(self, name: str) -> bool:
+        """Whether a file may have a scale of a weight: below its layer, or with a name that begins as its own."""
+        layer = name.rpartition(".")[0]
+        return any(scale != name and scale.startswith(f"{layer}." if layer else name) for scale in self.scales)
+
+    def torch_dtype_of(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which a file has a weight; None where torch has none such."""
+        return torch_dtype(self.files[name][1].dtype)
 
     def position_of(self, name: str) -> tuple[str, int]:
         """Return in which file a weight lies, and where it begins there."""
@@ -136,6 +194,10 @@ class WeightsSource:
     def covers(self, component: Component) -> bool:
         """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""
         return not self.find_lacking(component)
+
+    def covers_as_it_is(self, component: Component) -> bool:
+        """Whether the files have every weight of a component to the byte."""
+        return all(self.holds_as_it_is(spec) for spec in weights_of(component))
 
     def find_lacking(self, component: Component, *, among_mapped: bool = False) -> frozenset[str]:
         """Return the names of the blocks of which the files do not have every weight, ``""`` for the non-block ones.
@@ -165,6 +227,9 @@ class WeightsSource:
         drop_pages: bool = False,
     ) -> bool:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all.
+
+        A target of another floating dtype gets the whole weight, cast. That takes no memory beside the target if it is
+        the wider one, else as much as the file has of the weight, of one at a time.
 
         While RAM has room for them (`keep_pages`) ``drop_pages`` notes the pages instead, for `drop_kept`.
         """
@@ -201,35 +266,46 @@ class WeightsSource:
         *,
         handles_pages: bool,
     ) -> bool:
-        by_file: dict[WeightsFile, list[Target]] = defaultdict(list)
-        for name, *rest in targets:
-            file, tensor = self.files[name]
-            by_file[file].append((tensor.name, *rest))
-        num_before = 0
         begin_s = time.perf_counter()
+        readings = [(self.files[name][0], Reading(self.files[name][1], *target)) for name, *target in targets]
+        together = [(file, reading) for file, reading in readings if not reading.needs_room]
+        one_by_one = [[(file, reading)] for file, reading in readings if reading.needs_room]
+        num_before = 0
         were_cached = []
-        for file, parts in by_file.items():
-            tell = None if progress is None else count_on(progress, num_before)
-            were_cached.append(
-                file.read_into(
-                    parts,
-                    progress=tell,
-                    drop_pages=handles_pages and not self.keeps_pages,
-                    keep_pages=handles_pages and self.keeps_pages,
-                    files=files,
+        for batch in (together, *one_by_one):
+            by_file: dict[WeightsFile, list[Reading]] = defaultdict(list)
+            for file, reading in batch:
+                by_file[file].append(reading)
+            for file, parts in by_file.items():
+                num_bytes = sum(part.target.nbytes for part in parts)
+                tell = None if progress is None else count_on(progress, num_before, num_bytes)
+                were_cached.append(
+                    file.read_into(
+                        [part.part() for part in parts],
+                        progress=tell,
+                        drop_pages=handles_pages and not self.keeps_pages,
+                        keep_pages=handles_pages and self.keeps_pages,
+                        files=files,
+                    )
                 )
-            )
-            num_before += sum(part[1].nbytes for part in parts)
-        self.read_bytes += num_before
+                for part in parts:
+                    self.read_bytes += part.num_read
+                    part.finish()
+                if tell is not None and any(part.casts for part in parts):
+                    tell(num_bytes)
+                num_before += num_bytes
         self.read_s += time.perf_counter() - begin_s
         return all(were_cached)
 
 
 def all_tensors(component: Component) -> list[TensorSpec]:
-    return [tensor for block in [*component.blocks, component.non_block] for tensor in block.tensors] + [
-        *component.buffers
-    ]
+    return [*weights_of(component), *component.buffers]
 
 
-def count_on(progress: Callable[[int], None], num_before: int) -> Callable[[int], None]:
-    return lambda num_done: progress(num_before + num_done)
+def weights_of(component: Component) -> list[TensorSpec]:
+    return [tensor for block in [*component.blocks, component.non_block] for tensor in block.tensors]
+
+
+def count_on(progress: Callable[[int], None], num_before: int, most: int) -> Callable[[int], None]:
+    """Return what adds what was done before; what is cast to fewer bytes counts as no more than these."""
+    return lambda num_done: progress(num_before + min(num_done, most))

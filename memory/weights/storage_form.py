@@ -8,7 +8,7 @@ decoded from its leaves into scratch, as a wide copy, each time before it comput
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
@@ -66,9 +66,18 @@ class EncodedForm(StorageForm, ABC):
             InvalidInput: the weight holds NaN or infinity.
         """
 
+    @classmethod
+    def measure_parts(cls: type[Own], parts: Iterable[torch.Tensor], *, name: str) -> Own:
+        """Do the same for a weight that comes in parts; only of a form whose numbers say ``in_parts``."""
+        raise NotImplementedError
+
     @abstractmethod
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         """Return the leaves of the weight for which the form was measured."""
+
+    def encode_part(self, part: torch.Tensor, leaf: torch.Tensor) -> None:
+        """Fill a part of the only leaf with a part of the weight, which it may overwrite; only ``in_parts``."""
+        raise NotImplementedError
 
     @abstractmethod
     def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -87,9 +87,9 @@ def find_home(group: WeightGroup, slot: ParameterSlot, form: torch.Tensor) -> to
         return group.wide(slot.spec.name, torch.device("cpu"))
     if isinstance(store, FileStore) and slot.spec.name in group.at_rest.names_in_file:
         with torch.inference_mode(False):
-            home = torch.empty(form.shape, dtype=form.dtype)
-        store.source.read_into([(slot.spec.name, home)], drop_pages=True)
-        return home
+            weight = torch.empty(form.shape, dtype=group.wide_dtypes[slot.spec.name])
+        store.source.read_into([(slot.spec.name, weight)], drop_pages=True)
+        return group.as_it_computes(slot, weight)
     return form.detach().to("cpu", copy=True)
 
 

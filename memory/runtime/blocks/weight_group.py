@@ -251,8 +251,25 @@ class WeightGroup:
         store = self.at_rest.store
         if not isinstance(store, FileStore) or not slot.held.is_meta:
             return None
-        (weight,) = read_weights([slot], store.source, drop_pages=True)
+        (weight,) = self.read_as_it_computes([slot], store.source)
         return weight.to(device)
+
+    def read_as_it_computes(self, slots: Sequence[ParameterSlot], source: WeightsSource) -> list[torch.Tensor]:
+        """Return weights that rest in their file as they compute: rounded where they are encoded on their way.
+
+        Raises as `read_weights` and `EncodedForm.measure`.
+        """
+        weights = read_weights(slots, source, drop_pages=True)
+        return [self.as_it_computes(slot, weight) for slot, weight in zip(slots, weights, strict=True)]
+
+    def as_it_computes(self, slot: ParameterSlot, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a weight is once it was encoded and decoded, if it rests encoded."""
+        kind = self.encoded.get(self.place_of(slot))
+        if kind is None:
+            return weight
+        form = slot.encoding or kind.measure(weight, name=slot.spec.name)
+        with torch.no_grad(), torch.inference_mode(False):
+            return form.decode(form.encode(weight), weight.dtype)
 
     # -- the copy on a device
 

@@ -27,16 +27,16 @@ class WeightLayout:
         self.slots = slots
         self.encoded = encoded
         self.num_leaves = [len(self.leaf_forms(index)) for index in range(len(slots))]
-        self.at_rest = self.lay_out()
-        self.wide = SlabLayout.of([Form.of(slots[index].held) for index in encoded])
+        self.renew()
 
     def lay_out(self) -> SlabLayout:
         """Return the layout of a slab for what the module holds now."""
         return SlabLayout.of([form for index in range(len(self.slots)) for form in self.leaf_forms(index)])
 
     def renew(self) -> None:
-        """Lay the slab out for what the module holds now; nothing may lie in one."""
+        """Lay the slab and the scratch out for what the module holds now; nothing may lie in one."""
         self.at_rest = self.lay_out()
+        self.wide = SlabLayout.of([Form.of(self.slots[index].held) for index in self.encoded])
 
     def leaf_forms(self, index: int) -> list[Form]:
         held = self.slots[index].held

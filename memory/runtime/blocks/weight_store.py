@@ -2,7 +2,8 @@
 
 It is a slab of host memory, or the file that the weights came from. A file costs no RAM while the
 group is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
-the system's cache behind it. What no file has (buffers, weights that were written to) stays in host memory.
+the system's cache behind it. What the file has in another form is converted in these buffers (`converted_leaves.py`).
+What no file has (buffers, weights that were written to) stays in host memory.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from ...transfer.bounce_buffers import BounceBuffers
 from ...transfer.copy_stream import CopyStream
 from ...transfer.pinned_memory import HostSlab
 from ...transfer.slabs import SlabLayout
+from ...units import align_up
 from ...weights.file_reader import Target
 from ...weights.source import WeightsSource
 from .block_state import BlockState
+from .converted_leaves import ConvertedLeaf
 
 __all__ = ["FileStore", "HostStore", "SharedStore"]
 
 # How many views of a slab, or of a staging slot, are kept.
 MOST_PARTS = 16
+# Where in a buffer a leaf begins that is converted there: every dtype can be read there.
+ALIGNMENT = 8
 
 
 class HostStore:
@@ -89,6 +94,7 @@ class FileStore:
         kept: leaves in host memory by their place.
         bounce: the buffers of the share, which opens them before anything is copied.
         mapped: weights by name in a mapping of their file, which stays what it was where another file takes its place.
+        converted: the leaves that the file has in another form, by their place.
     """
 
     state = BlockState.IN_FILE
@@ -103,8 +109,10 @@ class FileStore:
         source: WeightsSource,
         bounce: BounceBuffers,
         mapped: Mapping[str, torch.Tensor],
+        converted: Mapping[int, ConvertedLeaf],
     ) -> None:
         self.layout = layout
+        self.converted = dict(converted)
         self.mapped = dict(mapped)
         self.names = list(names)
         self.kept = dict(kept)
@@ -132,12 +140,18 @@ class FileStore:
         return self.kept[place].data_ptr() if place in self.kept else 0
 
     def resting_leaves(self) -> list[torch.Tensor]:
-        """Return the leaves that are in host memory, and for the others shapes without memory."""
+        """Return the leaves that are in host memory, and for the others shapes without memory of what computes."""
         with torch.inference_mode(False):
             return [
-                self.kept[place] if place in self.kept else torch.empty(form.shape, dtype=form.dtype, device="meta")
+                self.kept[place]
+                if place in self.kept
+                else torch.empty(form.shape, dtype=self.computing_dtype(place), device="meta")
                 for place, form in enumerate(self.layout.forms)
             ]
+
+    def computing_dtype(self, place: int) -> torch.dtype:
+        """Return the dtype in which the weight of a leaf that rests in the file computes."""
+        return self.converted[place].wide if place in self.converted else self.layout.forms[place].dtype
 
     def keep(self, views: Sequence[torch.Tensor]) -> None:
         """Take over the values of the leaves that are in host memory, from views of a whole slab."""
@@ -151,24 +165,69 @@ class FileStore:
         A window is what a bounce buffer holds, in the order of the file, wherever that cuts a weight.
 
         Raises:
-            InvalidInput: the file is not what it was.
+            InvalidInput: the file is not what it was, or a weight cannot be encoded.
         """
-        for window in self.windows(begin, begin + target.numel()):
+        end = begin + target.numel()
+        self.measure(begin, end)
+        for window in self.windows(begin, end):
             buffer = self.bounce.take()
             to_read: list[Target] = []
-            parts = []
-            filled = 0
-            for place, first, last in window:
-                part = buffer[filled : filled + last - first]
-                name, offset = self.names[place], self.layout.offsets[place]
+            for place, first, last, room in window:
+                part, offset = buffer[room : room + self.room_bytes(place, last - first)], self.layout.offsets[place]
+                name, leaf = self.names[place], self.converted.get(place)
                 if name is None:
                     part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
-                else:
+                elif leaf is None:
                     to_read.append((name, part, first - offset))
-                parts.append((part, target[first - begin : last - begin]))
-                filled += last - first
+                else:
+                    before, num_elements = (
+                        (at - offset) // leaf.leaf.itemsize for at in (first, last + offset - first)
+                    )
+                    to_read.append((name, leaf.read_part(part, num_elements), before * leaf.stored.itemsize))
             was_cached = self.read(to_read)
+            parts = []
+            for place, first, last, room in window:
+                part, leaf = buffer[room : room + self.room_bytes(place, last - first)], self.converted.get(place)
+                if leaf is not None:
+                    if not leaf.is_measured:
+                        leaf.measure([part])
+                    part = leaf.convert(part, (last - first) // leaf.leaf.itemsize)
+                parts.append((part, target[first - begin : last - begin]))
             self.bounce.queue_copies(parts, was_cached=was_cached)
+
+    def room_bytes(self, place: int, num_bytes: int) -> int:
+        """Return what some bytes of a leaf take of a buffer while they are read."""
+        leaf = self.converted.get(place)
+        return num_bytes if leaf is None else leaf.room_bytes(num_bytes // leaf.leaf.itemsize)
+
+    def measure(self, begin: int, end: int) -> None:
+        """Read the weights between two bytes of the slab that are to be encoded and were not measured before.
+
+        Those that a window will have as a whole are measured there.
+        """
+        for place, leaf in self.converted.items():
+            first, last = self.layout.offsets[place], self.layout.end_of(place)
+            is_in_window = last <= begin or end <= first or self.is_whole(place, begin, end)
+            if leaf.is_measured or (is_in_window and first < last):
+                continue
+            name = self.names[place]
+            assert name is not None
+            leaf.measure(self.pieces(name, self.layout.forms[place].shape.numel() * leaf.stored.itemsize))
+
+    def is_whole(self, place: int, begin: int, end: int) -> bool:
+        """Whether one window has room for a leaf that lies between two bytes of the slab."""
+        first, last = self.layout.offsets[place], self.layout.end_of(place)
+        return begin <= first and last <= end and self.room_bytes(place, last - first) <= self.bounce.buffers[0].numel()
+
+    def pieces(self, name: str, num_bytes: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes that the file has of a weight, in pieces of a buffer."""
+        first = 0
+        while first < num_bytes:
+            piece = self.bounce.take()[: num_bytes - first]
+            piece = piece[: piece.numel() // ALIGNMENT * ALIGNMENT or piece.numel()]
+            self.read([(name, piece, first)])
+            yield piece
+            first += piece.numel()
 
     def read(self, targets: Sequence[Target]) -> bool:
         """Fill memory with bytes of weights; returns whether all of them were in the system's cache.
@@ -187,44 +246,75 @@ class FileStore:
                 raise
         for name, memory, *offset in targets:
             begin = offset[0] if offset else 0
-            memory.copy_(self.mapped[name].detach().reshape(-1).view(torch.uint8)[begin : begin + memory.numel()])
+            own = self.mapped[name].detach().reshape(-1).view(torch.uint8)[begin : begin + memory.nbytes]
+            memory.reshape(-1).view(torch.uint8).copy_(own)
         return False
 
-    def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield what fits a bounce buffer: places of leaves, and the bytes of each, between two bytes of the slab."""
-        window: list[tuple[int, int, int]] = []
-        left = self.bounce.buffer_bytes
+    def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int, int]]]:
+        """Yield what fits a bounce buffer: places of leaves, the bytes of each, and where it is read in the buffer.
+
+        Between two bytes of the slab. A leaf that is measured in its window is not cut.
+        """
+        window: list[tuple[int, int, int, int]] = []
+        filled, most = 0, self.bounce.buffer_bytes
         for place in self.places_in_file:
             first, last = max(begin, self.layout.offsets[place]), min(end, self.layout.end_of(place))
+            leaf = self.converted.get(place)
             while first < last:
-                cut = min(last, first + left)
-                window.append((place, first, cut))
-                left -= cut - first
-                first = cut
-                if not left:
+                if leaf is not None:
+                    filled = align_up(filled, ALIGNMENT)
+                unit = 1 if leaf is None else leaf.leaf.itemsize if leaf.is_measured else last - first
+                if not window:
+                    most = max(most, self.room_bytes(place, unit))
+                num_bytes = min(last - first, max(0, most - filled) // self.room_bytes(place, unit) * unit)
+                if num_bytes:
+                    window.append((place, first, first + num_bytes, filled))
+                    filled += self.room_bytes(place, num_bytes)
+                    first += num_bytes
+                if not num_bytes or filled >= most:
                     yield window
-                    window, left = [], self.bounce.buffer_bytes
+                    window, filled, most = [], 0, self.bounce.buffer_bytes
         if window:
             yield window
 
     def read_whole(self, slab: torch.Tensor) -> None:
-        """Read all weights straight into a slab of host memory. Raises as `copy_to`."""
+        """Read all weights straight into a slab of host memory. Raises as `copy_to`.
+
+        Takes memory for the largest weight that is encoded, or that the file has in a wider dtype.
+        """
         to_read: list[Target] = []
-        for place, (name, form) in enumerate(zip(self.names, self.layout.forms, strict=True)):
+        for place, (name, view) in enumerate(zip(self.names, self.layout.views(slab), strict=True)):
             part = slab[self.layout.offsets[place] : self.layout.end_of(place)]
             if name is None:
-                part.copy_(form.bytes_of(self.kept[place]))
+                part.copy_(self.layout.forms[place].bytes_of(self.kept[place]))
+            elif place in self.converted:
+                self.read_leaf(place, view)
             else:
                 to_read.append((name, part))
         self.read(to_read)
 
+    def read_leaf(self, place: int, leaf: torch.Tensor) -> None:
+        """Read one leaf that rests in the file into memory. Raises as `copy_to`."""
+        name, converted = self.names[place], self.converted.get(place)
+        assert name is not None
+        if converted is None or converted.kind is None:
+            self.read([(name, leaf)])
+            return
+        with torch.inference_mode(False):
+            wide = torch.empty(leaf.shape, dtype=converted.wide)
+        self.read([(name, wide)])
+        with torch.no_grad():
+            if not converted.is_measured:
+                converted.measure_whole(wide)
+            converted.encode(wide, leaf)
+
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
         with self.source.held():
-            for name, view in zip(self.names, self.layout.views(slab), strict=True):
+            for place, (name, view) in enumerate(zip(self.names, self.layout.views(slab), strict=True)):
                 if name is not None:
-                    stored = torch.empty(view.nbytes, dtype=torch.uint8)
-                    self.read([(name, stored)])
-                    if not torch.equal(stored, view.reshape(-1).view(torch.uint8)):
+                    stored = torch.empty_like(view, memory_format=torch.contiguous_format)
+                    self.read_leaf(place, stored)
+                    if not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (stored, view))):
                         return True
         return False

@@ -8,6 +8,7 @@ rests in its file is read when other code uses it ([Note: data] in `watched_data
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -28,6 +29,7 @@ from ..tensors.parameter_slots import ParameterSlot, add_up, as_held, fill_slots
 from ..tensors.recomputing import RestingWeight
 from ..tensors.reported_device import Asked, plainly
 from ..tensors.watched_data import Aliases, WatchedTensor, end_sharing, take_own_memory, watch
+from .converted_leaves import ConvertedLeaf
 from .kept_tensors import KeptTensors
 from .read_on_use import Readable, ReadOnUse
 from .slab_sharing import SlabSharing
@@ -285,7 +287,7 @@ class WeightsAtRest:
             written: the weights that are not what the file has any more.
         """
         names: list[str | None] = []
-        kept = {}
+        kept, converted = {}, {}
         self.remember_on_meta()
         fill_slots([slot for slot in self.slots if slot.is_buffer], source)
         stand_ins = {
@@ -295,8 +297,11 @@ class WeightsAtRest:
         }
         for index, slot in enumerate(self.slots):
             if index in stand_ins:
+                if (conversion := self.conversion(index, source)) is not None:
+                    converted[len(names)] = conversion
                 names.append(slot.spec.name)
             else:
+                assert index not in self.encoded, "rests in RAM (`Packing.leave_in_file`)"
                 for leaf in leaves_of(slot.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
@@ -309,13 +314,22 @@ class WeightsAtRest:
                 self.slots[index].hold(stand_ins[index])
             self.layout.renew()  # files have contiguous weights
             self.mapped = {name: held for name, held in came.items() if name in source.mapped}
-            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce, self.mapped)
+            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce, self.mapped, converted)
         except BaseException:  # an interrupt: the module keeps what it had
             for index, held in replaced.items():
                 self.slots[index].hold(held)
             raise
         for slot in self.slots:
             self.tensors.append(self.watch(slot, slot.held, reader))
+
+    def conversion(self, index: int, source: WeightsSource) -> ConvertedLeaf | None:
+        """Return how a weight is made of what its file has; None where the file has it as it rests."""
+        slot, kind = self.slots[index], self.encoded.get(index)
+        stored, wide = source.torch_dtype_of(slot.spec.name), slot.held.dtype
+        if stored is None or (kind is None and stored is wide):
+            return None
+        leaf = wide if kind is None else self.layout.leaf_form(index).dtype
+        return ConvertedLeaf(slot, stored=stored, wide=wide, leaf=leaf, kind=kind)
 
     @staticmethod
     def stand_in_for(held: torch.Tensor) -> torch.Tensor:
@@ -343,6 +357,10 @@ class WeightsAtRest:
     def point_original(self, slot: ParameterSlot, view: torch.Tensor) -> torch.Tensor:
         """Return the object that the module came with, pointed to a view of a slab; the view where it came without."""
         original = self.mapped.get(slot.spec.name)
+        if self.shows(slot):
+            without_memory = nn.Parameter(torch.empty(view.shape, dtype=view.dtype, device="meta"), requires_grad=False)
+            self.originals[slot.spec.name] = without_memory if original is None else original
+            return view
         if original is None or original.is_inference() or slot.is_quantized:
             return view
         original.data = view.detach()
@@ -402,6 +420,8 @@ class WeightsAtRest:
 
     def held_form(self, index: int) -> Form:
         """Return what the module holds at rest for a weight of one leaf, or of an encoded form."""
+        if index in self.encoded and isinstance(self.store, FileStore):
+            return replace(self.layout.leaf_form(index), dtype=self.layout.wide_form(index).dtype)
         return self.layout.wide_form(index) if self.shows(self.slots[index]) else self.layout.leaf_form(index)
 
     def settle(self) -> None:

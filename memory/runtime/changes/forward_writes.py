@@ -39,6 +39,8 @@ def keep_writes(group: WeightGroup, wait: Callable[[], None], *, host_replaces: 
             group.save_slab(slab)
         if scratch is not None and wide:
             wait()
+            if group.resting_slab is None:
+                group.save_slab(slab)
             refused = save_wide(group) or refused
     return refused
 

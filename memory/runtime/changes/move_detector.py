@@ -73,8 +73,15 @@ class MoveDetector:
             assert isinstance(group.at_rest.store, FileStore)
             address = group.at_rest.store.address_of(self.leaf)
         leaf = leaves_of(held)[0]
-        is_moved = leaf.data_ptr() != address or leaf.dtype is not group.layout.at_rest.forms[self.leaf].dtype
+        is_moved = leaf.data_ptr() != address or leaf.dtype is not self.leaf_dtype()
         return is_moved or self.is_replaced() or next(self.find_exchanged(), None) is not None
+
+    def leaf_dtype(self) -> torch.dtype:
+        """Return the dtype of what the module holds at rest for the first leaf of the one weight."""
+        group, store = self.group, self.group.at_rest.store
+        if group.copy is None and isinstance(store, FileStore):
+            return store.computing_dtype(self.leaf)
+        return group.layout.at_rest.forms[self.leaf].dtype
 
     def is_replaced(self) -> bool:
         """Whether what the group gave for a plain parameter or buffer lies at another address. For a group at rest."""
@@ -95,7 +102,7 @@ class MoveDetector:
             held = slot.held if slot.owners else None
             if held is None:
                 continue
-            if group.at_rest.shows(slot):
+            if group.at_rest.shows(slot) and not in_file:
                 is_other = not (isinstance(held, EncodedWeight) and held.encoded.slot is slot)
             else:
                 rests_in_file = bool(in_file) and in_file[leaf] is not None

@@ -71,18 +71,18 @@ class StateGuard:
         """
         if module is not self.module and prefix:
             return  # called through the hook of a parent, which completes the whole dict
-        on_meta: dict[str, tuple[ParameterSlot, list[str]]] = {}
+        on_meta: dict[str, tuple[WeightGroup, ParameterSlot, list[str]]] = {}
         for group in self.groups:
             for slot in group.slots:
                 names = [name for name in (slot.spec.name, *slot.spec.other_names) if name.startswith(path)]
                 keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
                 if keys and state[keys[0]].is_meta:
-                    on_meta[slot.spec.name] = slot, keys
+                    on_meta[slot.spec.name] = group, slot, keys
                 elif keys and slot.encoding is not None:
                     state.update(dict.fromkeys(keys, group.wide(slot.spec.name, torch.device("cpu"))))
-        weights = read_weights([slot for slot, _ in on_meta.values()], self.source, drop_pages=True)
-        for (_, keys), weight in zip(on_meta.values(), weights, strict=True):
-            state.update(dict.fromkeys(keys, weight))
+        weights = read_weights([slot for _, slot, _ in on_meta.values()], self.source, drop_pages=True)
+        for (group, slot, keys), weight in zip(on_meta.values(), weights, strict=True):
+            state.update(dict.fromkeys(keys, group.as_it_computes(slot, weight)))
 
     def refuse(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Refuse to load weights that rest encoded or in their file. Others, such as a LoRA's, are loaded."""

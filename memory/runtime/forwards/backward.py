@@ -22,7 +22,6 @@ from ...errors import UnsafeState
 from ...weights.quantized_leaves import leaves_of
 from ..blocks.weight_group import WeightGroup
 from ..blocks.weight_store import FileStore
-from ..tensors.parameter_slots import read_weights
 
 __all__ = ["SavedWeights", "SavingCalls"]
 
@@ -193,7 +192,7 @@ def weight_on(group: WeightGroup, index: int, device: torch.device) -> torch.Ten
         return group.wide(slot.spec.name, device)
     assert isinstance(group.at_rest.store, FileStore)
     if slot.held.is_meta:
-        (weight,) = read_weights([slot], group.at_rest.store.source, drop_pages=True)
+        (weight,) = group.read_as_it_computes([slot], group.at_rest.store.source)
         return weight.to(device)
     with torch.no_grad():
         return slot.held.detach().to(device, copy=True)

@@ -57,6 +57,12 @@ def early_bytes(manager: MemoryManager, name: str) -> int:
     return sum(share.early.num_bytes for share in manager.members[name].managed.shares)
 
 
+def bytes_there(manager: MemoryManager, name: str) -> int:
+    """Return the bytes whose copies have come."""
+    copies = [copy for share in manager.members[name].managed.shares for copy in share.early.by_group.values()]
+    return sum(copy.slab.numel() for copy in copies if copy.is_there)
+
+
 def load_now(manager: MemoryManager, name: str) -> int:
     """Do what the thread does, here and now; returns the bytes that came."""
     early, before = manager.leases.look_ahead.early, early_bytes(manager, name)
@@ -81,7 +87,7 @@ def test_the_next_component_is_there_before_it_computes(sim, machine, files, wai
         assert torch.equal(compute(models["a"]), expected_of("a"))
         manager.foresee([["a"], ["b"], ["c"]])
         plans = {member.name: member.managed.plan.shares[0] for member in handle.members}
-        wait_until(lambda: all(early_bytes(manager, name) == plans[name].resident_bytes for name in "bc"))
+        wait_until(lambda: all(bytes_there(manager, name) == plans[name].resident_bytes for name in "bc"))
         manager.ledger.check()
         sim.reset_stats()
         for name in "bc":

@@ -23,7 +23,7 @@ from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
 from highwater.memory.planner.replanning import confirm_plan, replan
 from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
-from highwater.memory.units import MIB, SLAB_ALIGNMENT
+from highwater.memory.units import MIB, SLAB_ALIGNMENT, format_bytes
 from highwater.memory.weights.component import Block, Component, TensorSpec, component_from_files, group_tensors
 from highwater.memory.weights.form_numbers import Forms
 from highwater.memory.weights.module_component import component_from_module
@@ -679,8 +679,10 @@ def test_on_demand_rests_on_disk_where_there_is_a_file_and_says_so_where_not() -
 def test_tier_disk_can_be_asked_for_where_there_is_a_file() -> None:
     part = component([MIB] * 8)
     assert plan(from_file(part), placement="gpu:0:disk")["transformer"].tier == "disk"
-    with pytest.raises(InvalidInput, match="allowed: device, pinned, host"):
-        plan(from_file(part), placement="gpu:0:disk", precision=Precision.ENCODED)
+    assert plan(from_file(part), placement="gpu:0:disk", precision=Precision.ENCODED)["transformer"].tier == "disk"
+    hosted = replace(from_file(part), stays_as_stored=True)
+    with pytest.raises(InvalidInput, match="files are used only as stored; allowed: device, pinned, host"):
+        plan(hosted, placement="gpu:0:disk", precision=Precision.ENCODED)
     with pytest.raises(InvalidInput, match="allowed: host"):
         plan(from_file(part), placement="cpu:disk")
 
@@ -692,6 +694,32 @@ def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> No
     assert "stays as stored: profile 1 quantizes only weights that are kept in RAM" in by_profile.reasons
     by_user = plan(part, on=here, precision=Precision.ENCODED)["transformer"]
     assert (by_user.tier, by_user.precision) == ("pinned", Precision.ENCODED)
+    hosted = plan(replace(part, stays_as_stored=True), on=with_ram(here, 100 * MIB), precision=Precision.ENCODED)
+    assert not hosted["transformer"].in_file
+
+
+@pytest.mark.parametrize("precision", [Precision.AS_STORED, Precision.ENCODED])
+@pytest.mark.parametrize("stored", ["BF16", "F32", "F8_E4M3"])
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0"])
+def test_what_a_pass_reads_is_what_the_file_has(precision: Precision, stored: str, placement: str) -> None:
+    """Also where the device gets other bytes, and RAM holds what it can of these."""
+    part = from_file(component([MIB] * 8))
+    names = [block.tensors[0].name for block in part.blocks]
+    part = replace(part, stored_as=frozenset((name, stored) for name in names if stored != "BF16"))
+    here = with_ram(machine(first=5 * MIB), 6 * MIB if precision == Precision.AS_STORED else 3 * MIB)
+    decided = plan(part, on=here, placement=placement, precision=precision)["transformer"]
+    (share,) = decided.shares
+    read = [number for number in share.streamed if part.blocks[number].name in decided.in_file]
+    stored_bytes = {"BF16": MIB, "F32": 2 * MIB, "F8_E4M3": MIB // 2}[stored]
+    assert read and share.read_bytes == len(read) * stored_bytes
+    in_file = len([block for block in part.blocks if block.name in decided.in_file]) * stored_bytes
+    told = "\n".join(decided.reasons)
+    assert (f"{format_bytes(in_file)} in its file are cast from {stored} to BF16 as they are read" in told) == (
+        stored != "BF16"
+    )
+    assert (f"{format_bytes(in_file)} in its file are encoded as they are read: " in told) == bool(decided.forms)
+    differs = stored_bytes != block_bytes(part.blocks[0], decided.forms)
+    assert (f"for which {format_bytes(share.read_bytes)} are read from its file" in told) == differs
 
 
 def test_a_link_does_not_tell_how_fast_a_file_is_read() -> None:

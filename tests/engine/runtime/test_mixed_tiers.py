@@ -18,6 +18,7 @@ from highwater.memory.api import Managed
 from highwater.memory.errors import UnsafeState
 from highwater.memory.manager import live_capacity, registry
 from highwater.memory.manager.module_plans import plan_modules
+from highwater.memory.planner import sizes
 from highwater.memory.planner.capacity import Machine
 from highwater.memory.planner.plan import ComponentPlan
 from highwater.memory.runtime.blocks.weight_store import FileStore
@@ -87,6 +88,26 @@ def test_it_computes_alike_from_both(toys, machine, file: Path, with_room, profi
             assert torch.equal(net(x).cpu(), want)
         assert all(parameter.is_meta for parameter in net.parameters()), "as it came: its file has it"
         manager.ledger.check()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("profile", ["0.3MiB", "auto"])
+def test_eight_bits_that_ram_does_not_hold_rest_in_part_in_the_file(
+    toys, machine, file: Path, with_room, monkeypatch, profile: str
+) -> None:
+    monkeypatch.setattr(sizes, "BOUNCE_BUFFER_BYTES", 16 * KIB)
+    x, choices = torch.randn(2, 5, 64), {"profile": profile, "precision": "fp8 scaled"}
+    with machine(8) as manager:
+        with manage({"net": toys.build_net()}, placement="gpu:0:host", manager=manager, **choices) as handle:
+            want = handle.members[0].managed.module(x).cpu()
+        with_room(manager, 230 * KIB)
+        with mixed(toys, file, manager, **choices) as (net, handle):
+            managed = handle.members[0].managed
+            assert in_file(managed) == managed.plan.in_file
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+        assert all(parameter.is_meta for parameter in net.parameters()), "as it came: its file has it"
 
 
 @torch.no_grad()
