@@ -61,7 +61,7 @@ def test_a_component_computes_where_it_was_moved_to(manager: MemoryManager) -> N
         event = [event for event in manager.report()["events"] if event["kind"] == "plan"][-1]
         assert event["reason"] == f"moved on request: {answer['placement']}" and event["device"] == "gpu:1"
         member = managed.members[0]
-        assert member.choices[0][0].device == "gpu:0"  # what its user chose
+        assert member.choices[0].devices[0].device == "gpu:0"  # what its user chose
         manager.ledger.check()
 
 
