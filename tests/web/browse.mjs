@@ -188,9 +188,9 @@ await setting("Highwater.IdleMinutes", 90);
 await page.getByText("At most 3 models stay loaded; idle ones are unloaded after 90 min.").first().waitFor();
 assert.deepEqual(await page.evaluate(post, ["limits", { keep_loaded: null, idle: null }]), { keep_loaded: null, idle_s: null });
 await setting("Highwater.LookAhead", false);
-await page.getByText("Each model's file is read when it is loaded.").first().waitFor();
+await page.getByText("Each model is loaded when it is used.").first().waitFor();
 await setting("Highwater.LookAhead", true);
-await page.getByText("Files of the models that are used next are read while others compute.").first().waitFor();
+await page.getByText("What is used next is read, and copied to free device memory, while others compute.").first().waitFor();
 const limits = async () => {
   const answer = await fetch("/highwater/limits", { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
   return answer.json();
