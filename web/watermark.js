@@ -7,7 +7,7 @@ import { inMegabytes } from "./units.js";
 /** @typedef {{ low_bytes: number, high_bytes: number, low_text: string, high_text: string, source: "set" | "setting" | "default" }} WatermarkReport */
 
 /**
- * A mark in the unit in which it was written: "10% (1.2G)", "8 GB"; where nobody wrote it, its amount.
+ * A mark in the unit in which it was written: "10% (1.2G)", "8 GB"; its amount where none was written.
  * @param {string} written
  * @param {string} amount
  */

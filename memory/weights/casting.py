@@ -1,9 +1,9 @@
 """Weights that a file has in another floating dtype than their module: which may be cast, and the cast.
 
-[Note: casts] A library that loads weights often gives them another dtype than their file's. A cast of each element by
-itself, rounded to the nearest even value, is what every library does then: the same bits, whoever casts, and from
-memory or from a file. Widening is exact. So such weights can rest in their file, and be cast each time they are read.
-Not from eight bits where the file has a scale beside them: their values are products, which only their library knows.
+[Note: casts] A module may have another dtype than its file. Weights for which it came without memory are cast each time
+they are read: each element is rounded to the nearest even value, which gives the same bits every time, and widening is
+exact. Weights that came in memory are not cast from their file, because a library may have changed them. Nor are eight
+bits where the file has a scale for them: their values are products, which only their library knows.
 """
 
 from __future__ import annotations
