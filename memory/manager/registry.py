@@ -264,8 +264,13 @@ class Registry:
         self.event_log.note("plan", member.id, 0, plan[member.name].shares[0].device, reason)
 
     def has_files_as_it_is(self, member: Member) -> bool:
-        """Whether a component's files hold its weights in the dtypes and shapes that its module has now."""
+        """Whether a component's files hold its weights in the dtypes and shapes that its module has now.
+
+        Not where they were cast as they were read: converted again, they may be rounded, whatever the files have.
+        """
         managed = member.managed
+        if managed.component.stored_as:
+            return False
         described = component_from_module(managed.module, name=member.name, kind=managed.component.kind)
         return managed.source is not None and managed.source.covers_as_it_is(described)
 

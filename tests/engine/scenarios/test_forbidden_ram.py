@@ -109,6 +109,21 @@ def test_a_conversion_on_its_device_is_refused_by_the_next_forward(machine, path
             assert not in_ram(manager)
 
 
+@torch.no_grad()
+def test_a_conversion_back_to_the_dtype_of_its_file_is_refused_too(machine, toys, path: Path) -> None:
+    """Its values were rounded before: they are not the file's, though the dtypes are."""
+    with machine(8) as manager:
+        net = toys.bare_net().to(torch.bfloat16)
+        with manage({"net": net}, placement=PLACE, files={"net": path}, manager=manager):
+            net(X.bfloat16())
+            net.float()
+            with pytest.raises(
+                UnsafeState, match="by other code, so that its files do not hold its weights as they are"
+            ):
+                net(X)
+            assert not in_ram(manager)
+
+
 def test_weights_that_no_file_has_are_refused(machine, path: Path) -> None:
     with machine(8) as manager:
         with pytest.raises(InvalidInput, match="tier 'disk' is not available for net: its files are not known"):
