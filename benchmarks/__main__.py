@@ -24,6 +24,7 @@ CASES = (
     "hops",
     "import_cost",
     "loading",
+    "locking",
     "overhead",
     "overlap",
     "streaming",

@@ -277,6 +277,20 @@ class Device:
         if not self.is_cpu:
             self.module.empty_cache()
 
+    def defragment(self, num_bytes: int) -> None:
+        """Give the cached memory of torch's allocator back if the driver has less than ``num_bytes`` beside it.
+
+        Weights that are allocated next would else lie in pieces of cached memory, of which what is left over is too
+        small for the activations that it was allocated for (seen on an H200: 236 MiB cached, 268 MiB refused). Takes a
+        millisecond for each cached range, and as long again when it is allocated the next time.
+        """
+        if self.is_cpu:
+            return
+        memory = self.memory()
+        cached = memory.reserved - memory.allocated
+        if cached > 0 and memory.free - cached < num_bytes:
+            self.empty_cache()
+
     def __str__(self) -> str:
         return self.name
 

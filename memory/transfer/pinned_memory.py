@@ -315,6 +315,7 @@ class Registrar:
         memory: SlabMemory | torch.Tensor
         if CAN_CUT:
             memory = SlabMemory(num_bytes)
+            memory.touch()
             pages = memory.slab_view()[:num_bytes]
         else:
             memory = allocate_bytes(num_bytes + PAGE_BYTES)

@@ -1,14 +1,22 @@
 """Host memory of slabs, which can be handed over to the weights in pieces.
 
+[Note: huge pages] The system provides a page, and clears it, when it is first touched. At 4 KiB each that takes longer
+than copying the weights, above all in a virtual machine, whose host provides the page in turn; and the call that locks
+memory touches its pages one after the other. So ranges of 2 MiB and more ask for huge pages, where the system has them
+(Linux), and `SlabMemory.touch` touches the pages with all of torch's threads. Measured on an H200's machine and on two
+cores: `benchmarks/results/locking.md`.
+
 [Note: pieces] The weights of a block lie in one range, so one copy moves them to a device. After release they can stay
 there: each weight gets its own storage over exactly its part of the range, so other code sees ordinary tensors that
 share nothing. When a piece is freed and no slab is left, its pages go back to the system. A piece that is freed before
-its neighbours leaves less than two pages allocated, and its address space. A view into the slab that other code keeps
-counts as a slab: as long as it lives no pages are given back, because this would change its contents.
+its neighbours leaves less than two pages allocated, and its address space; where these pages are huge, Linux takes the
+rest of them back when memory runs short. A view into the slab that other code keeps counts as a slab: as long as it
+lives no pages are given back, because this would change its contents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -16,7 +24,7 @@ from collections import Counter, deque
 
 import torch
 
-from ..units import PAGE_BYTES, align_up
+from ..units import MIB, PAGE_BYTES, align_up
 
 __all__ = ["CAN_CUT", "SlabMemory"]
 
@@ -24,6 +32,9 @@ CAN_CUT = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MADV_DONTNEED")
 """Whether the system takes back single pages. Windows does not, so there released weights are copied out of slabs."""
 # macOS keeps MADV_DONTNEED pages allocated, but takes back pages marked as reusable.
 GIVE_BACK = getattr(mmap, "MADV_FREE_REUSABLE", getattr(mmap, "MADV_DONTNEED", 0))
+HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+# A shorter range may have no huge page in it at all.
+HUGE_PAGE_BYTES = 2 * MIB
 
 
 class SlabMemory:
@@ -36,12 +47,20 @@ class SlabMemory:
     def __init__(self, num_bytes: int) -> None:
         assert CAN_CUT
         self.mapping = mmap.mmap(-1, align_up(num_bytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if HUGE_PAGES is not None and len(self.mapping) >= HUGE_PAGE_BYTES:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self.mapping.madvise(HUGE_PAGES)
         self.num_users: Counter[tuple[int, int]] = Counter()
         """The number of users by range: of the pieces, and of the gaps between them."""
         self.ended: deque[tuple[int, int]] = deque()
         """Freed ranges; given back when no slab is left."""
         self.has_slabs = True
         self.working = threading.Lock()
+
+    def touch(self) -> None:
+        """Have the system provide every page now, by all of torch's threads ([Note: huge pages]). Overwrites bytes."""
+        with torch.inference_mode(False):
+            torch.frombuffer(self.mapping, dtype=torch.uint8)[::PAGE_BYTES].zero_()
 
     def slab_view(self) -> memoryview:
         """Return the memory for slab tensors, which keep it alive. Call `end_slabs` when the last of them is freed."""

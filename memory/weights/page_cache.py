@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from io import FileIO
 from typing import Any
@@ -30,8 +31,7 @@ __all__ = ["PageCache", "find_heap_trim"]
 READ_AHEAD_REACH = 32 * MIB
 
 UNKNOWN, OURS, THEIRS = range(3)
-ARE_UNKNOWN, ARE_OURS = re.compile(rb"\x00+"), re.compile(rb"\x01+")
-ARE_THERE = re.compile(rb"\x02+")
+STRETCHES = tuple(re.compile(re.escape(bytes([state])) + b"+") for state in (UNKNOWN, OURS, THEIRS))
 # The number of the call, for which the C library has no function.
 CACHESTAT = ctypes.c_long(451)
 # What mincore says of a page is in the lowest bit.
@@ -68,9 +68,8 @@ class PageCache:
             for page in self.begun_ours:
                 self.states[page] = OURS
         first, last = begin // PAGE_BYTES, min(self.num_pages, -(-(end + READ_AHEAD_REACH) // PAGE_BYTES))
-        unknown = self.states.find(UNKNOWN, first, last)  # searching is faster than matching
-        for stretch in ARE_UNKNOWN.finditer(self.states, unknown, last) if unknown >= 0 else ():
-            self.states[stretch.start() : stretch.end()] = resident_pages(file, *stretch.span()).translate(STATES)
+        for begin_page, end_page in stretches(self.states, UNKNOWN, first, last):
+            self.states[begin_page:end_page] = resident_pages(file, begin_page, end_page).translate(STATES)
         end_page = -(-end // PAGE_BYTES)
         return find_mincore() is not None and self.states.count(THEIRS, first, end_page) == end_page - first
 
@@ -86,8 +85,8 @@ class PageCache:
         first, last = first + (first in kept), last + 1 - (last in kept)
         if first >= last:
             return
-        for ours in ARE_OURS.finditer(self.states, first, last):
-            drop_pages(file, *ours.span())
+        for ours in stretches(self.states, OURS, first, last):
+            drop_pages(file, *ours)
         self.states[first:last] = bytes(last - first)
 
     def keep(self, begin: int, end: int) -> None:
@@ -96,8 +95,8 @@ class PageCache:
         first, last = begin // PAGE_BYTES, -(-end // PAGE_BYTES)
         if self.kept is None:
             self.kept = bytearray(self.num_pages)
-        for ours in ARE_OURS.finditer(self.states, first, last):
-            self.note_kept(*ours.span())
+        for ours in stretches(self.states, OURS, first, last):
+            self.note_kept(*ours)
         self.states[first:last] = bytes([THEIRS]) * (last - first)
 
     def note_kept(self, first: int, last: int) -> None:
@@ -109,8 +108,8 @@ class PageCache:
     def drop_kept(self, file: FileIO) -> None:
         """Take the pages that `keep` left out of the cache. Those that a program has mapped stay."""
         kept, self.kept = self.kept, None
-        for ours in ARE_OURS.finditer(kept or b""):
-            drop_pages(file, *ours.span())
+        for ours in stretches(kept or bytearray(), OURS):
+            drop_pages(file, *ours)
 
     def completes(self, page: int, begin: int, end: int) -> bool:
         """Whether all tensors in a page have been read once now that those between two bytes were."""
@@ -135,13 +134,29 @@ class PageCache:
         states, self.states = self.states, None
         if file is None:
             return
-        for ours in ARE_OURS.finditer(states):
-            for come in ARE_THERE.finditer(resident_pages(file, *ours.span()).translate(STATES)):
-                first, last = ours.start() + come.start(), ours.start() + come.end()
+        for begin, end in stretches(states, OURS):
+            for come in stretches(bytearray(resident_pages(file, begin, end).translate(STATES)), THEIRS):
+                first, last = begin + come[0], begin + come[1]
                 if self.kept is not None:
                     self.note_kept(first, last)
                 else:
                     drop_pages(file, first, last)
+
+
+def stretches(states: bytearray, state: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each run of pages in a state. They may get another one meanwhile.
+
+    Searching for the next run takes a hundredth of what matching takes: 1 ms for a file of 24 GB, where there is none.
+    """
+    last = len(states) if last is None else last
+    begin = states.find(state, first, last)
+    while begin >= 0:
+        found = STRETCHES[state].match(states, begin, last)
+        assert found is not None
+        end = found.end()
+        del found  # while it exists the states cannot be resized
+        yield begin, end
+        begin = states.find(state, end, last)
 
 
 def drop_pages(file: FileIO, first: int, last: int) -> None:

@@ -33,7 +33,9 @@ CARDS = (
 class Card:
     """A device to test on; ``width`` makes a model large enough that copies and kernels take time on it.
 
-    Torch rounds allocations up to ``rounding`` bytes, and takes segments of ``segment`` bytes from the driver.
+    Torch rounds allocations up to ``rounding`` bytes, and takes segments of ``segment`` bytes from the driver. What it
+    takes beyond the plans of these tests (large segments are rounded to 2 MiB, a stream that multiplies matrices has a
+    workspace of 32 MiB) fits in ``spare`` bytes.
     """
 
     device: Device
@@ -42,6 +44,7 @@ class Card:
     dtype: torch.dtype
     rounding: int
     segment: int
+    spare: int
 
     @property
     def torch_device(self) -> torch.device:
@@ -67,12 +70,12 @@ class Card:
 
     @contextmanager
     def manager(self) -> Iterator[MemoryManager]:
-        """Yield a manager without a watermark; after it nothing of the engine's is on the card or page-locked."""
+        """Yield a manager that keeps the spare bytes free; after it nothing of the engine's is there or locked."""
         from highwater.memory.transfer.pinned_memory import pinned_used_bytes
 
         before = pinned_used_bytes()
         manager = MemoryManager()
-        manager.set_watermark("*", 0, 0)
+        manager.set_watermark("*", self.spare, self.spare)
         try:
             yield manager
             manager.ledger.check()
@@ -84,9 +87,10 @@ class Card:
 
     @contextmanager
     def free(self, num_bytes: int) -> Iterator[None]:
-        """Leave this much of the card free for the body."""
+        """Leave this much of the card free for the body, and the spare bytes."""
         self.empty_caches()
-        ballast = torch.empty(self.device.free_bytes() - num_bytes, dtype=torch.uint8, device=self.torch_device)
+        left_bytes = num_bytes + self.spare
+        ballast = torch.empty(self.device.free_bytes() - left_bytes, dtype=torch.uint8, device=self.torch_device)
         try:
             yield
         finally:
@@ -137,6 +141,7 @@ def card(kind: str) -> Iterator[Card]:
                 dtype=torch.bfloat16,
                 rounding=512,
                 segment=20 * MIB,
+                spare=96 * MIB,
             )
         )
         return
@@ -151,11 +156,13 @@ def card(kind: str) -> Iterator[Card]:
                 dtype=torch.float32,
                 rounding=1,
                 segment=0,
+                spare=0,
             )
         )
 
 
 def lend(card: Card) -> Iterator[Card]:
+    gc.collect()
     card.empty_caches()
     allocated = card.device.allocated_bytes()
     with torch.no_grad():
@@ -163,4 +170,5 @@ def lend(card: Card) -> Iterator[Card]:
     card.synchronize()
     gc.collect()  # errors that a test expected hold its frames
     card.empty_caches()
-    assert card.device.allocated_bytes() == allocated, "the test left tensors on the card"
+    # Less where an earlier test failed, and the last frames that hold its tensors ended here.
+    assert card.device.allocated_bytes() <= allocated, "the test left tensors on the card"

@@ -135,6 +135,7 @@ class DeviceShare:
             if self.copies is None:
                 return 0
             self.early.drop_others(self.resident_groups(plan))
+            self.defragment(plan)
             if plan.read_bytes or self.to_load(plan):
                 self.memory.open_bounce()
             tags = LoadingTags(self.copies)
@@ -151,6 +152,13 @@ class DeviceShare:
         finally:
             self.progress = ignore  # it refers to the manager's member, and so to us
         return loaded
+
+    def defragment(self, plan: DevicePlan) -> None:
+        """Have what a plan allocates lie apart from what forwards are known to allocate, where memory is short."""
+        staging_bytes = 0 if self.memory.has_staging(plan) else plan.staging_bytes
+        to_allocate = self.to_load(plan) + staging_bytes
+        if to_allocate:
+            self.device.defragment(to_allocate + max(0, plan.keeps_bytes))
 
     def load_bundle(self, bundle: Bundle, tags: LoadingTags) -> int:
         """Make a bundle resident; returns the bytes that came for that, now or before."""

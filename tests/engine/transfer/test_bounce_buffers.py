@@ -15,7 +15,8 @@ BUFFER_BYTES = 3 * CACHED_BYTES
 
 
 @pytest.fixture
-def bounce(sim: ModuleType):
+def bounce(sim: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
     with sim.cluster([sim.SimDeviceSpec(total_bytes=64 * MIB)]):
         copies = CopyStream(find_device("gpu:0"))
         bounce = BounceBuffers(copies)
@@ -49,3 +50,11 @@ def test_a_buffer_that_is_smaller_is_filled(bounce: BounceBuffers) -> None:
     bounce.close()
     bounce.open(MIB, locks=True)
     assert bounce.buffer_bytes == MIB
+
+
+@pytest.mark.parametrize("num_cores, num_threads", [(1, 1), (2, 1), (3, 2), (4, 3), (16, 8), (None, 1)])
+def test_so_much_for_each_thread_that_reads_from_ram(
+    bounce: BounceBuffers, monkeypatch, num_cores: int | None, num_threads: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: num_cores)
+    assert bounce.buffer_bytes == min(num_threads, 3) * CACHED_BYTES

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from highwater.memory import MemoryManager
+from highwater.memory import MemoryManager, manage
 from highwater.memory.transfer import devices
-from highwater.memory.transfer.devices import CPU, find_device
+from highwater.memory.transfer.devices import CPU, Device, DeviceMemory, find_device
+from highwater.memory.units import MIB
 
 
 @settings(max_examples=30)
@@ -81,3 +82,51 @@ def test_another_failure_of_the_allocator_is_raised(sim, monkeypatch: pytest.Mon
         monkeypatch.setattr(device.module, "memory_stats_as_nested_dict", fail)
         with pytest.raises(RuntimeError, match="device lost"):
             device.allocator_bytes()
+
+
+class CachingDevice(Device):
+    """A device on which torch's allocator has cached so much of what is free; simulated devices have no cache."""
+
+    cached = 0
+    emptied: list[int] = []  # noqa: RUF012
+    """What live tensors had each time that the cache was given back."""
+
+    def memory(self) -> DeviceMemory:
+        found = super().memory()
+        return found._replace(reserved=found.allocated + self.cached)
+
+    def empty_cache(self) -> None:
+        self.emptied.append(self.allocated_bytes())
+        type(self).cached = 0
+
+
+@pytest.mark.parametrize("cached_mib, empties", [(0, False), (1, False), (3.5, True)])
+@torch.no_grad()
+def test_weights_lie_in_no_pieces_of_cached_memory_where_memory_is_short(
+    sim, toys, monkeypatch, cached_mib: float, empties: bool
+) -> None:
+    monkeypatch.setattr(CachingDevice, "cached", int(cached_mib * MIB))
+    monkeypatch.setattr(CachingDevice, "emptied", [])
+    net = toys.build_net()
+    x = torch.randn(2, 5, 64, device="cpu")
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=4 * MIB)]):
+        manager = MemoryManager(devices=[CPU, CachingDevice("gpu:0", torch.device("sim:0"))])
+        manager.set_watermark("*", 0, 0)
+        with manage(net, "unlimited", placement="gpu:0", manager=manager):
+            for _ in range(2):
+                net(x)
+            assert CachingDevice.emptied == ([0] if empties else []), "once, before anything was allocated"
+        manager.release_all()
+
+
+def test_memory_that_forwards_are_known_to_need_counts_as_needed(sim, monkeypatch) -> None:
+    monkeypatch.setattr(CachingDevice, "cached", MIB)
+    monkeypatch.setattr(CachingDevice, "emptied", [])
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=4 * MIB)]):
+        device = CachingDevice("gpu:0", torch.device("sim:0"))
+        device.defragment(3 * MIB)
+        assert not CachingDevice.emptied
+        device.defragment(3 * MIB + 1)
+        assert len(CachingDevice.emptied) == 1
+        device.defragment(1 << 40)
+        assert len(CachingDevice.emptied) == 1, "nothing is cached any more"

@@ -179,10 +179,11 @@ def test_a_system_that_cannot_count_pages_lists_them(path: Path, monkeypatch) ->
     assert {page for page, answer in enumerate(told) if answer & 1} == resident(path)
 
 
-@pytest.mark.parametrize("num_cores", [2, 8])
+@pytest.mark.parametrize("num_cores, from_ram", [(2, []), (4, [3]), (8, [7]), (64, [8])])
 @pytest.mark.parametrize("in_ram", [True, False])
+@pytest.mark.parametrize("handling", [{"drop_pages": True}, {"keep_pages": True}, {}])
 def test_threads_read_what_is_in_ram_only_where_there_are_cores_for_them(
-    path: Path, monkeypatch, num_cores: int, in_ram: bool
+    path: Path, monkeypatch, num_cores: int, from_ram: list[int], in_ram: bool, handling: dict[str, bool]
 ) -> None:
     whole, (tensor,) = path.read_bytes(), [t for t in read_header(path).tensors if t.name == "t4"]
     forget(path)
@@ -191,8 +192,8 @@ def test_threads_read_what_is_in_ram_only_where_there_are_cores_for_them(
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
     with OpenFiles() as files:
         ((name, target),) = targets_of(["t4"])
-        WeightsFile(read_header(path)).read_into([(name, target)], drop_pages=True, files=files)
-        assert (files.pool is None) == (in_ram and num_cores == 2)
+        WeightsFile(read_header(path)).read_into([(name, target)], **handling, files=files)
+        assert list(files.pools) == (from_ram if in_ram else [2])
     assert bytes(target.numpy()) == whole[tensor.begin : tensor.end]
 
 
