@@ -138,7 +138,7 @@ def plan_modules(
 
 
 def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) -> Component:
-    """Return a component that may rest in its files, or those of its blocks may that lie in mappings of them.
+    """Return a component that may rest in its files, or those of its weights may that lie in mappings of them.
 
     Args:
         is_trusted: whether the files are taken to have what the module has; else that is known of what is mapped only.
@@ -146,7 +146,8 @@ def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) 
     if is_trusted and source.covers(component):
         return replace(component, has_file=True, stored_as=source.stored_as(component))
     lacking = source.find_lacking(component, among_mapped=True)
-    is_none = lacking.issuperset(block.name for block in (*component.blocks, component.non_block) if block.tensors)
+    weights = [tensor for block in (*component.blocks, component.non_block) for tensor in block.tensors]
+    is_none = lacking.issuperset(tensor.name for tensor in weights)
     return component if is_none else replace(component, has_file=True, lacking=lacking)
 
 

@@ -11,7 +11,7 @@ so they are page-locked before all else, if its profile page-locks it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInput, allowed_values
@@ -19,7 +19,7 @@ from ..options.placement import PlacementItem
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..units import LOCK_LIMIT_BYTES, format_bytes
-from ..weights.component import Component
+from ..weights.component import Block, Component
 from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import DevicePlan
@@ -90,9 +90,24 @@ class StoreSpec:
         return not self.component.stays_as_stored and all(numbers.in_parts for numbers in self.forms.values())
 
     @property
-    def lacking(self) -> frozenset[str]:
-        """What no file has as it is, named as in ``pinned``: it is in RAM already."""
-        return self.component.lacking if self.has_file else frozenset()
+    def lacking_bytes(self) -> Mapping[str, int]:
+        """What no file has as it is and so is in RAM already: its bytes, by where it is, named as in ``pinned``."""
+        found = {block.name: self.component.lacking_bytes(block) for block in self.lacking_blocks}
+        return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
+
+    @property
+    def unfiled(self) -> frozenset[str]:
+        """Of what no file has any weight as it is, named as in ``pinned``: it rests in RAM."""
+        return frozenset(
+            block.name
+            for block in self.lacking_blocks
+            if block.tensors and self.component.lacking.issuperset(tensor.name for tensor in block.tensors)
+        )
+
+    @property
+    def lacking_blocks(self) -> tuple[Block, ...]:
+        """The blocks, and the non-block weights, of which no file may have some weights as they are."""
+        return (*self.component.blocks, self.component.non_block) if self.has_file and self.component.lacking else ()
 
     @property
     def ram_bytes(self) -> int:
@@ -102,7 +117,7 @@ class StoreSpec:
     @property
     def unread_bytes(self) -> int:
         """The bytes of those among them that are not in RAM yet."""
-        return self.ram_bytes - sum(size for name, size, _ in self.lockable_parts() if name in self.lacking)
+        return self.ram_bytes - sum(self.lacking_bytes.values())
 
     @property
     def host_bytes(self) -> int:
@@ -122,15 +137,15 @@ class StoreSpec:
     def resting_in_file(self, names: frozenset[str], reasons: tuple[str, ...]) -> StoreSpec:
         """Return it with what rests in its file, and why: its tier is ``disk`` if that is everything.
 
-        What no file has as it is rests in RAM nevertheless.
+        What no file has as it is rests in RAM nevertheless: single weights where they are.
         """
-        names -= self.lacking
-        is_all = names == self.names
-        file_bytes = sum(num_bytes for name, num_bytes, _ in self.lockable_parts() if name in names)
+        names -= self.unfiled
+        is_all, lacking = names == self.names, self.lacking_bytes
+        in_file = sum(num_bytes for name, num_bytes, _ in self.lockable_parts() if name in names)
         return replace(
             self,
             in_file=names,
-            file_bytes=self.ram_bytes if is_all else file_bytes,
+            file_bytes=(self.ram_bytes if is_all else in_file) - sum(lacking.get(name, 0) for name in names),
             tier="disk" if is_all else None if self.tier == "disk" else self.tier,
             is_short=False,
             reasons=reasons,
@@ -214,8 +229,8 @@ def asked_tier(part: StoreSpec) -> str | None:
             f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}: "
             f"{why_unavailable(part)}; {allowed_values(part.item.tier, allowed)}"
         )
-    if part.item.forbids_ram and part.lacking:
-        num_bytes = part.ram_bytes - part.unread_bytes
+    if part.item.forbids_ram and part.lacking_bytes:
+        num_bytes = sum(part.lacking_bytes.values())
         raise InvalidInput(
             f"placement {str(part.item)!r}: {format_bytes(num_bytes)} of {part.component.name} are in no file as they "
             "are, and have to rest in RAM; allowed: disk"
@@ -225,7 +240,7 @@ def asked_tier(part: StoreSpec) -> str | None:
 
 def explain_lacking(part: StoreSpec) -> tuple[str, ...]:
     """Return what of a component has to rest in RAM although the rest can stay in its file."""
-    num_bytes = part.ram_bytes - part.unread_bytes
+    num_bytes = sum(part.lacking_bytes.values())
     return (f"{format_bytes(num_bytes)} rest in RAM: no file has these as they are",) if num_bytes else ()
 
 
@@ -299,8 +314,10 @@ def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: O
 
 def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> list[str]:
     """Return why not all weights in RAM are page-locked."""
-    pinned_bytes = sum(pinned.values())
-    if part.on_cpu or pinned_bytes == part.resting_host_bytes:
+    pinned_bytes, lacking = sum(pinned.values()), part.lacking_bytes
+    # Single weights beside what rests in the file stay where they are.
+    slab_bytes = part.resting_host_bytes - sum(lacking.get(name, 0) for name in part.in_file)
+    if part.on_cpu or pinned_bytes == slab_bytes:
         return []
     if not may_be_pinned(part, profile):
         return [f"kept in pageable RAM: profile {profile.name} page-locks only other components; {NOT_AHEAD}"]
@@ -310,17 +327,17 @@ def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, 
             f"{format_bytes(part.oversize_bytes)} in pieces of 2 GiB or more are kept in pageable RAM: "
             f"page-locked slabs are smaller; {NOT_AHEAD}"
         )
-    if pinned_bytes + part.oversize_bytes == part.resting_host_bytes:
+    if pinned_bytes + part.oversize_bytes == slab_bytes:
         return reasons
     if not pinned:
-        need = format_bytes(part.resting_host_bytes)
+        need = format_bytes(slab_bytes)
         reasons.append(f"kept in pageable RAM: it needs {need}, {all_may_lock(machine)}; {NOT_AHEAD}")
         return reasons
     streamed = [name for name, _, streams in part.lockable_parts() if streams and name not in part.in_file]
     num_locked = len(pinned.keys() & set(streamed))
     blocks = f" with {num_locked} of {len(streamed)} streamed blocks" if streamed else ""
     reasons.append(
-        f"page-locks {format_bytes(pinned_bytes)} of {format_bytes(part.resting_host_bytes)}{blocks}: "
+        f"page-locks {format_bytes(pinned_bytes)} of {format_bytes(slab_bytes)}{blocks}: "
         f"{all_may_lock(machine)}; {NOT_AHEAD}"
     )
     return reasons

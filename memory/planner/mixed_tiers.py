@@ -14,7 +14,7 @@ what neither the device nor RAM can hold.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..options.precision import Precision
@@ -62,7 +62,7 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool
         waiting, staying = frozenset(room.waiting[index]), room.staying[index]
         empty = frozenset(name for name, size, _ in part.lockable_parts() if not size)
         names = waiting | staying
-        names = part.names if names and names | empty | part.lacking == part.names else names
+        names = part.names if names and names | empty | part.unfiled == part.names else names
         reasons = explain_staying(part, staying) + (
             explain(part, waiting, staying, machine, room.left_bytes) if waiting else ()
         )
@@ -77,7 +77,7 @@ def find_staying(part: StoreSpec) -> frozenset[str]:
     if part.unread_bytes < LEAST_SPARED_BYTES:
         return frozenset()
     return frozenset(
-        name for name, size, streams in part.lockable_parts() if size and not streams and name not in part.lacking
+        name for name, size, streams in part.lockable_parts() if size and not streams and name not in part.unfiled
     )
 
 
@@ -90,11 +90,7 @@ class Room:
         self.buffers = {index: part.bounce_bytes for index, part in parts.items()}
         self.left_bytes = num_bytes - sum(self.buffers.values())
         self.waiting = {
-            index: {
-                name: size
-                for name, size, _ in part.lockable_parts()
-                if size and name not in part.lacking and name not in staying[index]
-            }
+            index: {name: size for name, size in unread_parts(part) if name not in staying[index]}
             for index, part in parts.items()
         }
 
@@ -123,6 +119,14 @@ class Room:
         self.buffers[index] -= buffers
         self.waiting[index].clear()
         return buffers > 0
+
+
+def unread_parts(part: StoreSpec) -> Iterator[tuple[str, int]]:
+    """Yield what may rest in its file, by name, and the bytes that it takes in RAM beside those that are there."""
+    lacking, unfiled = part.lacking_bytes, part.unfiled
+    for name, size, _ in part.lockable_parts():
+        if size and name not in unfiled:
+            yield name, size - lacking.get(name, 0)
 
 
 def is_open(part: StoreSpec) -> bool:

@@ -91,7 +91,9 @@ def take_ram(component: Component, plan: ComponentPlan, machine: Machine, profil
     """
     sizes = Sizes(component, plan.forms).blocks
     streamed = sorted(number for share in plan.shares for number in share.streamed)
-    wanting = {component.blocks[n].name: sizes[n] for n in streamed if component.blocks[n].name in plan.in_file}
+    blocks = {n: component.blocks[n] for n in streamed if component.blocks[n].name in plan.in_file}
+    # What no file has is in RAM already.
+    wanting = {block.name: sizes[n] - component.lacking_bytes(block) for n, block in blocks.items()}
     buffers = plan.host_bytes - (plan.weight_bytes - plan.file_bytes)
     if plan.in_file <= wanting.keys() and sum(wanting.values()) <= machine.host_bytes:
         taken, freed = wanting, buffers
@@ -100,7 +102,8 @@ def take_ram(component: Component, plan: ComponentPlan, machine: Machine, profil
     if not taken:
         return plan
     in_file, freed_lock = plan.in_file - taken.keys(), freed if plan.locks_buffers else 0
-    lockable = {name: size for name, size in taken.items() if may_lock(plan, profile) and size < LOCK_LIMIT_BYTES}
+    whole = {block.name: sizes[n] for n, block in blocks.items() if block.name in taken}
+    lockable = {name: size for name, size in whole.items() if may_lock(plan, profile) and size < LOCK_LIMIT_BYTES}
     locked = first_within(lockable, machine.lockable_bytes + freed_lock)
     tier = "pinned" if locked or plan.tier == "pinned" else "host"
     return replace(

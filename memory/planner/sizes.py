@@ -83,11 +83,15 @@ class Sizes:
     @cached_property
     def in_file(self) -> tuple[int, ...]:
         """Of each block, the bytes of a slab with what its file has of it: what a load reads."""
-        if not self.component.stored_as:
+        lacking, stored = self.component.lacking, dict(self.component.stored_as)
+        if not lacking and not stored:
             return self.as_they_came.blocks
-        stored = dict(self.component.stored_as)
         return tuple(
-            slab_bytes(replace(each, dtype=stored.get(each.name, each.dtype)).weight_bytes for each in block.tensors)
+            slab_bytes(
+                replace(each, dtype=stored.get(each.name, each.dtype)).weight_bytes
+                for each in block.tensors
+                if each.name not in lacking
+            )
             for block in self.component.blocks
         )
 

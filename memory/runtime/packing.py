@@ -185,6 +185,8 @@ class Packing:
         self.go_on()
         if self.is_first:  # what rests in its file from the beginning does so by its user's word
             self.written.note_unproven(group for group in self.groups if group.name not in self.plan.in_file)
+            in_file = [slot.spec for group in self.own_groups(in_file=True) for slot in group.slots]
+            self.written.note_replaced(spec for spec in in_file if spec.name in self.component.lacking)
         try:
             with self.open_files():
                 for share in self.shares:

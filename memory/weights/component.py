@@ -79,7 +79,7 @@ class Component:
     has_file: bool = False
     """Whether weights can be read from files as they are: all but those of ``lacking``."""
     lacking: frozenset[str] = frozenset()
-    """The names of the blocks of which no file has all weights as they are, with ``""`` for the non-block weights."""
+    """The names of the weights that no file has as they are, such as those that a library widened as it loaded them."""
     stored_as: frozenset[tuple[str, str]] = frozenset()
     """The weights that are cast as they are read, each with the dtype that its file has ([Note: casts])."""
     stays_as_stored: bool = False
@@ -93,6 +93,10 @@ class Component:
     @property
     def weight_bytes(self) -> int:
         return self.non_block.weight_bytes + sum(block.weight_bytes for block in self.blocks)
+
+    def lacking_bytes(self, block: Block) -> int:
+        """Return the bytes of a block's weights that no file has as they are."""
+        return sum(tensor.weight_bytes for tensor in block.tensors if tensor.name in self.lacking)
 
 
 def component_from_files(

@@ -200,16 +200,15 @@ class WeightsSource:
         return all(self.holds_as_it_is(spec) for spec in weights_of(component))
 
     def find_lacking(self, component: Component, *, among_mapped: bool = False) -> frozenset[str]:
-        """Return the names of the blocks of which the files do not have every weight, ``""`` for the non-block ones.
+        """Return the names of the weights that the files do not have.
 
         ``among_mapped``: only what was mapped counts as being there.
         """
-        blocks = [*component.blocks, component.non_block]
-        has = [
-            all(self.holds(spec) and (spec.name in self.mapped or not among_mapped) for spec in block.tensors)
-            for block in blocks
-        ]
-        return frozenset(block.name for block, has_all in zip(blocks, has, strict=True) if not has_all)
+        return frozenset(
+            spec.name
+            for spec in weights_of(component)
+            if not self.holds(spec) or (among_mapped and spec.name not in self.mapped)
+        )
 
     def take_mapped(self, other: WeightsSource | None) -> None:
         """Have as mapped what another source found so now, where it is the tensor that this one has of the name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -61,6 +61,13 @@ class ResidentCopy:
         """Copy the weights, not the buffers, from the weight store again; waits for it."""
         with torch.inference_mode(False), torch.no_grad():
             self.slab[: self.buffers_begin].copy_(host_slab[: self.buffers_begin])
+        self.loaded_version = self.slab._version
+
+    def refresh_leaves(self, leaves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy single weights from host memory again, each to its place in the slab; waits for it."""
+        with torch.inference_mode(False), torch.no_grad():
+            for leaf, place in leaves:
+                place.copy_(leaf)
         self.loaded_version = self.slab._version
 
     def take_tags(self, weights: int, buffers: int) -> None:

@@ -182,13 +182,17 @@ class MoveGuard:
 
         Such code has a parameter from the time when the group was not on the device. Returns what was undone.
         """
-        copy, host_slab = group.copy, group.host_slab
-        if copy is None or host_slab is None or copy.store_version == group.at_rest.version:
+        copy, host_slab, kept = group.copy, group.host_slab, kept_leaves(group)
+        if copy is None or (host_slab is None and not kept) or copy.store_version == group.at_rest.version:
             return None
         if copy.is_written:
             copy.take_store_version(group.at_rest.version)
             return "its weights were changed both on the device and in RAM; the two cannot be merged"
         self.wait()
+        if host_slab is None:
+            copy.refresh_leaves(kept)
+            copy.take_store_version(group.at_rest.version)
+            return None
         undone = adopt_at_rest(group)
         group.at_rest.renew(renewed_resting(group))
         copy.refresh(host_slab)
@@ -254,6 +258,16 @@ class MoveGuard:
         """Return the change that was undone, once; None if there is none."""
         undone, self.undone = self.undone, None
         return undone
+
+
+def kept_leaves(group: WeightGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the single weights in host memory of a resident group that rests in its file, each with its copy."""
+    store, copy = group.at_rest.store, group.copy
+    if copy is None or not isinstance(store, FileStore) or not store.kept:
+        return []
+    slots = [slot for slot, number in zip(group.slots, group.layout.num_leaves, strict=True) for _ in range(number)]
+    leaves = group.layout.at_rest.views(copy.slab)
+    return [(leaf, leaves[place]) for place, leaf in store.kept.items() if not slots[place].is_plain_buffer]
 
 
 def put_back(detector: MoveDetector) -> str | None:

@@ -23,7 +23,7 @@ from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
 from highwater.memory.planner.replanning import confirm_plan, replan
 from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
-from highwater.memory.units import MIB, SLAB_ALIGNMENT, format_bytes
+from highwater.memory.units import KIB, MIB, SLAB_ALIGNMENT, format_bytes
 from highwater.memory.weights.component import Block, Component, TensorSpec, component_from_files, group_tensors
 from highwater.memory.weights.form_numbers import Forms
 from highwater.memory.weights.module_component import component_from_module
@@ -460,12 +460,54 @@ def test_what_is_resident_while_it_computes_needs_no_copy_in_ram() -> None:
 
 def test_what_no_file_has_as_it_is_has_a_copy_in_ram_and_the_plan_says_so() -> None:
     whole = component([MIB] * 80, rest=MIB)
-    part = replace(from_file(whole), lacking=frozenset({"layers.3", "layers.7"}))
+    unfiled = {"layers.3", "layers.7"}
+    part = replace(from_file(whole), lacking=frozenset(f"{name}.weight" for name in unfiled))
     decided = plan(part)["transformer"]
-    assert decided.pinned == part.lacking and decided.tier == "pinned" and decided.pinned_bytes == 4 * MIB  # buffers
+    assert decided.pinned == unfiled and decided.tier == "pinned" and decided.pinned_bytes == 4 * MIB  # buffers
     assert decided.file_bytes == 79 * MIB and "2.00MiB rest in RAM: no file has these as they are" in decided.reasons
     asked = plan(part, profile="auto,disk=all")["transformer"]
     assert (asked.in_file, asked.tier) == (decided.in_file, "pinned")
+
+
+def with_norms(part: Component, norm_bytes: int) -> Component:
+    """Return a component whose blocks have another weight each, which no file has as it is."""
+
+    def norm(name: str) -> TensorSpec:
+        return TensorSpec(name=f"{name}.norm", dtype="F32", shape=(norm_bytes // 4,), encodable=False)
+
+    blocks = tuple(replace(block, tensors=(*block.tensors, norm(block.name))) for block in part.blocks)
+    return replace(part, blocks=blocks, lacking=frozenset(norm(block.name).name for block in blocks))
+
+
+def test_single_weights_that_no_file_has_rest_in_ram_and_their_blocks_in_the_file() -> None:
+    part = with_norms(from_file(component([MIB] * 80, rest=MIB)), 64 * KIB)
+    for profile in ("auto", "auto,disk=all"):
+        resident = plan(part, profile=profile)["transformer"]
+        assert resident.in_file == {block.name for block in part.blocks} | {""} and resident.tier == "disk"
+        assert resident.file_bytes == resident.weight_bytes - 80 * 64 * KIB
+        assert resident.host_bytes == 80 * 64 * KIB + resident.pinned_bytes, "the norms, and page-locked buffers"
+        assert "5.00MiB rest in RAM: no file has these as they are" in resident.reasons
+        assert not any("page-locks" in reason for reason in resident.reasons)
+    streamed = plan(part, on=machine(first=40 * MIB))["transformer"]
+    (share,) = streamed.shares
+    names = {part.blocks[number].name for number in share.streamed}
+    assert streamed.pinned == names and streamed.in_file == {block.name for block in part.blocks} - names | {""}
+    buffers = streamed.pinned_bytes - len(names) * (MIB + 64 * KIB)
+    assert 0 < buffers <= 3 * MIB and streamed.host_bytes == streamed.pinned_bytes + (80 - len(names)) * 64 * KIB
+    with pytest.raises(InvalidInput, match=r"5\.00MiB of transformer are in no file as they are"):
+        plan(part, placement="gpu:0:disk!")
+
+
+def test_single_weights_that_no_file_has_are_no_more_ram_for_blocks_that_stream_later() -> None:
+    part = with_norms(from_file(component([MIB] * 80, rest=MIB)), 64 * KIB)
+    profile = parse_profile("auto", devices=DEVICES)
+    first = plan(part)["transformer"]
+    again = replan(part, first, machine(first=60 * MIB), profile)
+    names = {part.blocks[number].name for number in again.shares[0].streamed}
+    assert names and names == first.in_file - again.in_file == again.pinned
+    assert first.file_bytes - again.file_bytes == len(names) * MIB, "the norms were in RAM"
+    assert again.pinned_bytes - first.pinned_bytes == len(names) * (MIB + 64 * KIB)
+    assert again.host_bytes - first.host_bytes == len(names) * MIB
 
 
 def test_blocks_that_stream_later_get_a_copy_in_ram_as_far_as_there_is_room() -> None:

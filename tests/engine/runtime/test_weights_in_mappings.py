@@ -89,7 +89,7 @@ def test_what_stays_on_the_device_has_no_copy_in_ram_and_comes_back_as_it_came(t
 
 @torch.no_grad()
 @pytest.mark.parametrize("how", ["pages", "data", "held", "viewed", "graph", "replaced"])
-def test_what_is_not_surely_the_files_is_packed_into_ram(machine, net, how: str) -> None:
+def test_what_is_not_surely_the_files_stays_in_ram(machine, net, how: str) -> None:
     """Written to in whatever way, or such that other code could still write to it where it was."""
     name, first = next(iter(net.named_parameters()))
     kept: object = None
@@ -113,7 +113,7 @@ def test_what_is_not_surely_the_files_is_packed_into_ram(machine, net, how: str)
     assert name not in mapped_names(net)
     with machine(8) as manager, manage({"net": net}, placement="gpu:0", manager=manager) as handle:
         (group,) = [g for g in handle.members[0].managed.groups if name in (slot.spec.name for slot in g.slots)]
-        assert isinstance(group.at_rest.store, HostStore)
+        assert isinstance(group.at_rest.store, HostStore) or name not in group.at_rest.names_in_file
         net(torch.randn(2, 5, 64))
         assert torch.equal(net.get_parameter(name).cpu(), value)
         if how == "held":
@@ -448,3 +448,132 @@ def test_a_host_gets_the_newest_of_a_weight_whose_file_has_it(sim, machine, net,
         for found in (weight.original(), weight.reader()[0], weight.wide(torch.device("cpu"))):
             assert torch.equal(found.cpu(), want)
         manager.release_all()
+
+
+# -- weights that the library which mapped the file widened (diffusers' `_keep_in_fp32_modules`)
+
+
+def is_widened(name: str) -> bool:
+    return ".norm." in name
+
+
+@pytest.fixture
+def widened(toys, tmp_path: Path) -> tuple[nn.Module, nn.Module]:
+    """Return the toy network as such a library loads it from a file with its norms in bf16, and a twin in RAM."""
+    twin, path = toys.build_net(), tmp_path / "norms.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in twin.named_parameters():
+        if is_widened(name):
+            weight.copy_(torch.randn(weight.shape, generator=generator).to(torch.bfloat16))
+    stored = {
+        name: weight.to(torch.bfloat16) if is_widened(name) else weight for name, weight in twin.state_dict().items()
+    }
+    del stored["out.weight"]
+    save_file(stored, path)
+    net = toys.bare_net()
+    mapped = load_file(path)
+    net.load_state_dict({name: weight.float() for name, weight in mapped.items()}, strict=False, assign=True)
+    net.out.weight = net.embed.weight
+    del mapped
+    gc.collect()
+    assert mapped_names(net) == {name for name, _ in net.named_parameters() if not is_widened(name)}
+    return net, twin
+
+
+def host_bytes(manager) -> int:
+    held = Counter(manager.ledger.bytes_by_place("net"))
+    return held["pinned"] + held["host"]
+
+
+def norm_bytes(net: nn.Module) -> int:
+    return sum(weight.nbytes for name, weight in net.named_parameters() if is_widened(name))
+
+
+def buffer_bytes(net: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in net.buffers())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("profile", ["auto", "0.4MiB", "auto,disk=all", "0.4MiB,disk=all"])
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:disk", "gpu:0&gpu:1"])
+def test_single_widened_weights_rest_in_ram_and_the_rest_of_their_blocks_in_the_file(
+    machine, widened, placement: str, profile: str
+) -> None:
+    net, twin = widened
+    x = torch.randn(2, 5, 64)
+    want = twin(x)
+    rests = "disk" in placement + profile
+    with machine(8, 8) as manager:
+        with manage({"net": net}, profile, placement=placement, manager=manager) as handle:
+            (member,) = handle.members
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+                streamed = [
+                    member.managed.component.blocks[number].name
+                    for share in member.managed.plan.shares
+                    for number in share.streamed
+                ]
+                assert in_file(handle) >= {group.name for group in member.managed.groups} - set(streamed)
+                if rests:
+                    assert in_file(handle) == {group.name for group in member.managed.groups}
+                    assert host_bytes(manager) <= norm_bytes(net) + buffer_bytes(net) + member.managed.plan.host_bytes
+            handle.unload()
+            assert torch.equal(net(x).cpu(), want)
+        for (name, got), weight in zip(net.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(got, weight), name
+        del got, weight
+        assert torch.equal(net(x), want)
+        if rests:
+            assert mapped_names(net) == {name for name, _ in net.named_parameters() if not is_widened(name)}
+
+
+@torch.no_grad()
+def test_a_widened_weight_takes_its_own_bytes_of_ram_and_no_more(machine, widened) -> None:
+    net, _ = widened
+    with machine(8) as manager, manage({"net": net}, "auto", placement="gpu:0", manager=manager) as handle:
+        plan = handle.plan["net"]
+        assert plan.tier == "disk" and any("rest in RAM: no file has these" in reason for reason in plan.reasons)
+        assert plan.weight_bytes - plan.file_bytes == norm_bytes(net)
+        net(torch.randn(2, 5, 64))
+        assert host_bytes(manager) == norm_bytes(net) + buffer_bytes(net)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["held", "held data", "module", "module data", "assigned", "replaced"])
+@pytest.mark.parametrize("when", ["before", "idle", "resident", "evicted"])
+@pytest.mark.parametrize("profile", ["auto", "0.4MiB,disk=all"])
+def test_what_is_written_to_a_widened_weight_counts_whoever_holds_it(
+    machine, widened, how: str, when: str, profile: str
+) -> None:
+    net, twin = widened
+    name = "singles.2.norm.weight"
+    held, x = net.get_parameter(name), torch.randn(2, 5, 64)
+
+    def write(model: nn.Module, kept: nn.Parameter) -> None:
+        weight = kept if how.startswith("held") else model.get_parameter(name)
+        if how in ("held", "module"):
+            weight.mul_(2)
+        elif how.endswith("data"):
+            weight.data.mul_(2)
+        elif how == "assigned":
+            weight.data = weight.data * 2
+        else:
+            model.singles[2].norm.weight = nn.Parameter(weight.detach() * 2, requires_grad=False)
+
+    twin_held = twin.get_parameter(name)
+    with machine(8) as manager:
+        if when == "before":
+            write(net, held), write(twin, twin_held)
+        with manage({"net": net}, profile, placement="gpu:0", manager=manager) as handle:
+            if when in ("resident", "evicted"):
+                assert torch.equal(net(x).cpu(), twin(x))
+            if when == "evicted":
+                handle.unload()
+            if when != "before":
+                write(net, held), write(twin, twin_held)
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), twin(x))
+                manager.ledger.check()
+        for (_, got), weight in zip(net.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(got, weight)
