@@ -10,7 +10,7 @@ __all__, __getattr__ = lazy_names(
         "safetensors_header": ["TensorHeader", "open_regular", "read_header"],
         "untrusted_config": ["check_config", "declared_items", "parse_config", "read_config_file", "walk_items"],
         "file_origin": ["FileIdentity", "Origin", "differs"],
-        "file_reader": ["Target", "WeightsFile", "torch_dtype"],
+        "file_reader": ["Target", "WeightsFile", "count_cached_threads", "torch_dtype"],
         "blocks": ["LARGEST_NON_BLOCK_SHARE"],
         "sharing": ["NOTHING_SHARED", "Shared", "find_shared", "named_tensors"],
         "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],

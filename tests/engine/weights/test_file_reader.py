@@ -437,6 +437,7 @@ def test_a_short_read_starts_no_thread(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         file_reader, "read_once", lambda *parts: readers.add(threading.current_thread().name) or read_once(*parts)
     )
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     file = WeightsFile(read_header(path))
     file.read_into([("t0", targets["t0"])])
     assert readers == {threading.current_thread().name}

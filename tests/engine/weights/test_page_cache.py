@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory.units import MIB, PAGE_BYTES
-from highwater.memory.weights import page_cache
+from highwater.memory.weights import file_reader, page_cache
 from highwater.memory.weights.file_reader import OpenFiles, WeightsFile
-from highwater.memory.weights.page_cache import count_pages, resident_pages
+from highwater.memory.weights.page_cache import PageCache, count_pages, resident_pages
 from highwater.memory.weights.safetensors_header import read_header
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which tells what it has of a file")
@@ -190,6 +190,10 @@ def test_threads_read_what_is_in_ram_only_where_there_are_cores_for_them(
     if in_ram:
         warm(path, range(NUM_PAGES))
     monkeypatch.setattr(os, "cpu_count", lambda: num_cores)
+    look = PageCache.look
+    # The system may take a page, or bring one, between this and the read.
+    monkeypatch.setattr(PageCache, "look", lambda *parts: (look(*parts), in_ram)[1])
+    monkeypatch.setattr(file_reader, "is_cached", lambda *parts: in_ram)
     with OpenFiles() as files:
         ((name, target),) = targets_of(["t4"])
         WeightsFile(read_header(path)).read_into([(name, target)], **handling, files=files)
@@ -288,3 +292,14 @@ def test_kept_pages_stay_until_they_are_dropped_and_those_of_others_longer(path:
         assert resident(path) >= set(theirs)
         return
     pytest.skip("NOT TESTED: this system keeps no pages")
+
+
+def test_a_plain_read_asks_whether_all_of_it_is_in_ram(path: Path) -> None:
+    (tensor,) = [t for t in read_header(path).tensors if t.name == "t4"]
+    forget(path)
+    warm(path, range(NUM_PAGES))
+    with path.open("rb", buffering=0) as file:
+        there = resident(path) >= set(range(tensor.begin // PAGE_BYTES, -(-tensor.end // PAGE_BYTES)))
+        assert file_reader.is_cached(file, tensor.begin, tensor.end) == there
+        forget(path)
+        assert not file_reader.is_cached(file, tensor.begin, tensor.end)
