@@ -97,11 +97,10 @@ class StoreSpec:
 
     @property
     def unfiled(self) -> frozenset[str]:
-        """Of what no file has any weight as it is, named as in ``pinned``: it rests in RAM."""
+        """Of what no file has at least half of the bytes as they are, named as in ``pinned``: it rests in RAM."""
+        lacking = self.lacking_bytes
         return frozenset(
-            block.name
-            for block in self.lacking_blocks
-            if block.tensors and self.component.lacking.issuperset(tensor.name for tensor in block.tensors)
+            block.name for block in self.lacking_blocks if 0 < block.weight_bytes <= 2 * lacking.get(block.name, 0)
         )
 
     @property
@@ -240,7 +239,9 @@ def asked_tier(part: StoreSpec) -> str | None:
 
 def explain_lacking(part: StoreSpec) -> tuple[str, ...]:
     """Return what of a component has to rest in RAM although the rest can stay in its file."""
-    num_bytes = sum(part.lacking_bytes.values())
+    unfiled, lacking = part.unfiled, part.lacking_bytes
+    whole = sum(size for name, size, _ in part.lockable_parts() if name in unfiled)
+    num_bytes = whole + sum(size for name, size in lacking.items() if name not in unfiled)
     return (f"{format_bytes(num_bytes)} rest in RAM: no file has these as they are",) if num_bytes else ()
 
 

@@ -214,13 +214,21 @@ class WeightGroup:
         """Return a copy of a weight on a device in the form in which it computes."""
         self.at_rest.settle()
         index = self.index_of(name)
-        slot, leaves = self.slots[index], self.layout.leaf_views(self.newest_slab)[index]
+        slot, leaves = self.slots[index], self.newest_leaves(index)
         with torch.no_grad(), torch.inference_mode(False):
             if slot.encoding is None:
                 return slot.form.assemble(iter([leaf.to(device, copy=True) for leaf in leaves]))
             copy = self.layout.wide_form(index).allocate(device)
             slot.encoding.decode_into(copy, [leaf.to(device) for leaf in leaves])
             return copy
+
+    def newest_leaves(self, index: int) -> list[torch.Tensor]:
+        """Return the leaves of a weight where it has its latest value; not of one that rests in the file alone."""
+        store = self.at_rest.store
+        if self.copy is None and isinstance(store, FileStore):
+            first = self.layout.first_leaf(index)
+            return [store.kept[first + number] for number in range(self.layout.num_leaves[index])]
+        return self.layout.leaf_views(self.newest_slab)[index]
 
     def keeps_apart(self, slot: ParameterSlot) -> bool:
         """Whether a weight rests in another form, or at another place, than the one in which it computes."""

@@ -498,6 +498,20 @@ def test_single_weights_that_no_file_has_rest_in_ram_and_their_blocks_in_the_fil
         plan(part, placement="gpu:0:disk!")
 
 
+def test_a_block_of_which_no_file_has_half_rests_in_ram_as_a_whole() -> None:
+    part = with_norms(from_file(component([MIB] * 80, rest=MIB)), 64 * KIB)
+    first = replace(
+        part.blocks[0], tensors=tuple(replace(each, name=f"{each.name}.own") for each in part.blocks[0].tensors)
+    )
+    own = frozenset(each.name for each in first.tensors[:1])
+    part = replace(part, blocks=(first, *part.blocks[1:]), lacking=part.lacking - {"layers.0.norm"} | own)
+    for profile in ("auto", "auto,disk=all"):
+        decided = plan(part, profile=profile)["transformer"]
+        assert decided.pinned == {"layers.0"} and decided.tier == "pinned"
+        assert decided.in_file == {block.name for block in part.blocks[1:]} | {""}
+        assert "6.00MiB rest in RAM: no file has these as they are" in decided.reasons
+
+
 def test_single_weights_that_no_file_has_are_no_more_ram_for_blocks_that_stream_later() -> None:
     part = with_norms(from_file(component([MIB] * 80, rest=MIB)), 64 * KIB)
     profile = parse_profile("auto", devices=DEVICES)

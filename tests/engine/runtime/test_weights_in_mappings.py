@@ -577,3 +577,40 @@ def test_what_is_written_to_a_widened_weight_counts_whoever_holds_it(
                 manager.ledger.check()
         for (_, got), weight in zip(net.named_parameters(), twin.parameters(), strict=True):
             assert torch.equal(got, weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["idle", "resident", "evicted", "written"])
+@pytest.mark.parametrize("profile", ["auto", "auto,disk=all", "0.4MiB,disk=all"])
+def test_a_host_reads_and_writes_a_widened_weight(machine, widened, profile: str, when: str) -> None:
+    net, twin = widened
+    name, x = "singles.2.norm.weight", torch.randn(2, 5, 64)
+    want = twin.get_parameter(name)
+    with machine(8) as manager:
+        with manage({"net": net}, profile, placement="gpu:0", manager=manager) as handle:
+            groups = handle.members[0].managed.groups
+            group, slot = next((g, s) for g in groups for s in g.slots if s.spec.name == name)
+            weight = HostedWeight(group, slot)
+            if when != "idle":
+                assert torch.equal(net(x).cpu(), twin(x))
+            if when == "evicted":
+                handle.unload()
+            if when == "written":
+                net.get_parameter(name).data.mul_(2), want.mul_(2)
+                assert torch.equal(net(x).cpu(), twin(x))
+            handle.members[0].managed.settle()
+            assert not weight.rests_in_file
+            found = weight.original(), weight.reader()[0], weight.wide(torch.device("cpu"))
+            assert all(torch.equal(each.cpu(), want) for each in found)
+            is_at_rest = when != "written" or ("disk" in profile and "MiB" in profile)  # what streams is at rest again
+            assert torch.equal(weight.read_stored(), want) == weight.is_same(want) == is_at_rest
+            weight.overwrite(want * 3), want.mul_(3)
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), twin(x))
+            with weight.held_on(torch.device("sim:0")):
+                slot.held.add_(1)
+            want.add_(1)
+            assert torch.equal(net(x).cpu(), twin(x))
+            manager.ledger.check()
+        for (_, got), weight in zip(net.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(got, weight)
