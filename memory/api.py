@@ -353,8 +353,8 @@ def manage(
         manager: the manager to join; by default the process-wide one.
         name: a prefix for the components' ids; ``node_id`` the node that loads them, for the report.
         overrides: fields of the profile: ``budgets``, ``pinned``, ``prefetch_blocks``, ``quantize``, ``on_demand``,
-            ``reserve``, ``compile``. Each replaces the whole field: ``budgets`` leaves none of the profile's own, while
-            the text ``4,vae=1GiB`` keeps its others.
+            ``unload``, ``reserve``, ``compile``. Each replaces the whole field: ``budgets`` leaves none of the
+            profile's own, while the text ``4,vae=1GiB`` keeps its others.
 
     Raises:
         InvalidInput: one line naming the value and what is allowed; the target is as it was.

@@ -133,6 +133,7 @@ PROFILE = record(
         "prefetch_blocks": {"type": ["integer", "null"]},
         "quantize": NAME,
         "on_demand": NAME,
+        "unload": NAME,
         "reserve": mapped(NAME),
         "compile": {"type": "boolean"},
     }

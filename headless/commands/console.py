@@ -105,7 +105,7 @@ class Console:
 
     def show_profiles(self, profiles: list[dict[str, Any]]) -> None:
         """Print the profiles, a row each."""
-        columns = ("RAM", "VRAM", "budgets", "pinned", "quantize", "prefetch", "disk", "reserve", "compile")
+        columns = ("RAM", "VRAM", "budgets", "pinned", "quantize", "prefetch", "disk\nunload", "reserve", "compile")
         table = self.table("profile", *columns)
         for profile in profiles:
             budgets = [f"{target}={size}" for target, size in profile["budgets"].items()]
@@ -118,7 +118,7 @@ class Console:
                 profile["pinned"].replace("&", "\n"),
                 profile["quantize"].replace("&", "\n"),
                 str(profile["prefetch_blocks"] or "auto"),
-                profile["on_demand"].replace("&", "\n"),
+                f"{profile['on_demand']}\n{profile['unload']}",
                 "\n".join(reserve) or "none",
                 "on" if profile["compile"] else "off",
             )

@@ -9,8 +9,8 @@ is copied to a device early where all of this holds:
 4. Above the high watermark, beside that need and what profiles leave free, so many bytes are free.
 5. No budget for the whole device and no limit of idle models counts: what came early would be beyond it.
 
-Nothing is evicted for it. A forward of a size whose need is not known begins without it. It ends within a block when
-the forecast changes, and what came for a component that is not expected any more is dropped.
+Nothing is evicted for it. A forward of a size whose need is not known begins without it. It ends within a piece
+of a file when the forecast changes, and what came for a component that is not expected any more is dropped.
 """
 
 from __future__ import annotations

@@ -57,6 +57,21 @@ class IdleUnloading:
             for component in self.in_order({*fixed, newcomer or ""})[:excess]:
                 self.unload(component, reason)
 
+    def unload_used(self, newcomer: str | None = None, *, moves_hosted: bool) -> None:
+        """Unload idle components whose profile says so after use, but not what is kept, or used in the next step.
+
+        Args:
+            newcomer, moves_hosted: as in `trim`.
+        """
+        members = self.capacity.members.values()
+        leaving = {member.id for member in members if member.profile.unload and member.leaves_after_use}
+        if not leaving:
+            return
+        fixed = set() if moves_hosted else set(self.capacity.moved_by_hosts())
+        for name in self.in_order({*fixed, newcomer or ""}):
+            if name in leaving and self.capacity.forecast.use_after(name) != 1:
+                self.unload(name, "its profile unloads it after use")
+
     def in_order(self, fixed: set[str]) -> list[str]:
         """Return the idle components in the order in which they leave, those with parts on several devices once."""
         found: dict[str, Candidate] = {}

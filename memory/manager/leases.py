@@ -144,6 +144,7 @@ class Leases:
             size: the size of the forward's inputs, if known.
         """
         admission = self.admission
+        self.idle.unload_used(member.id, moves_hosted=False)
         if member.look is not None:
             member.look()
         if not member.managed.changes.is_steady():
@@ -302,10 +303,14 @@ class Leases:
             self.event_log.note("load", member.id, queued, where, reason)
 
     def hidden(self, member: Member) -> str:
-        """Return how much of a member was read, and copied to its devices, before it was loaded, and what that took."""
+        """Return how much of a member was read, and copied to its devices, before it was loaded, and what that took.
+
+        Adds both to the member's totals.
+        """
         ahead, early = self.look_ahead.take(member.id), [share.early for share in member.managed.shares]
         copied_bytes, copied_s = sum(each.taken_bytes for each in early), sum(each.taken_s for each in early)
         told = [(ahead.num_bytes, ahead.seconds, "read"), (copied_bytes, copied_s, "on the device")]
+        member.note_hidden(ahead.num_bytes + copied_bytes, ahead.seconds + copied_s)
         return "".join(
             f"; {format_bytes(num_bytes)} of it were {done} ahead: {format_seconds(seconds)} hidden"
             for num_bytes, seconds, done in told

@@ -75,15 +75,14 @@ class LookAhead:
     def follow(self) -> None:
         """Take the forecast as it is now; the caller holds the manager's lock. What is read for another one ends."""
         wanted = tuple(self.find_wanted()) if self.is_on else ()
-        self.early.drop_others({*self.capacity.forecast.next_uses} if self.is_on else ())
         with self.changed:
-            if wanted == self.wanted:
-                return
-            self.wanted = wanted
-            self.changed.notify()
-            if wanted and (self.thread is None or not self.thread.is_alive()):
-                self.thread = threading.Thread(target=self.run, name="highwater-ahead", daemon=True)
-                self.thread.start()
+            if wanted != self.wanted:
+                self.wanted = wanted  # before it waits for anything: the thread ends what it does for another forecast
+                self.changed.notify()
+                if wanted and (self.thread is None or not self.thread.is_alive()):
+                    self.thread = threading.Thread(target=self.run, name="highwater-ahead", daemon=True)
+                    self.thread.start()
+        self.early.drop_others({*self.capacity.forecast.next_uses} if self.is_on else ())
 
     def find_wanted(self) -> Iterator[Wanted]:
         """Yield the components of the steps to come that are not leased, the next one first."""

@@ -386,6 +386,7 @@ class MemoryManager:
                 self.admission.keep_marks()
             self.measures.end_run()
             self.idle.trim(moves_hosted=True)
+            self.idle.unload_used(moves_hosted=True)
             self.sharing.end_run()
             self.ledger.check()
             if self.kept.parts:  # from now on they are looked at beside runs, too
@@ -409,6 +410,7 @@ class MemoryManager:
             if self.measures.node is not None:
                 self.capacity.trim_kept()
                 note_uses_of_steered(self.capacity)
+                self.idle.unload_used(moves_hosted=True)
             return self.reporter.end_node()
 
     def subscribe(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..options.placement import PlacementItem
 from ..options.precision import Precision
-from ..options.profile import OffloadProfile
+from ..options.profile import OffloadProfile, covers
 from ..runtime.blocks.pristine_slab import KnownOrigins
 from ..runtime.forwards.input_size import Size
 from ..runtime.managed_component import ManagedComponent
@@ -125,6 +125,10 @@ class Member:
         self.passes_before: int | None = None
         """How many passes it made in the step before that one."""
         self.returns = Returns()
+        self.ahead_bytes = 0
+        """What was read, and copied to its devices, before it was loaded, since it joined; a block may count twice."""
+        self.hidden_s = 0.0
+        """How long that took: its loading waited so much less."""
         self.digest: str | None = None
         """The digest of its component's content, once it was asked for."""
         self.block_seconds: dict[int, float] | None = None
@@ -278,6 +282,13 @@ class Member:
         self.outdate_plan()
 
     @property
+    def leaves_after_use(self) -> bool:
+        """Whether its profile unloads it after use: not while it is kept, nor before it was used."""
+        component = self.managed.component
+        is_asked = covers(self.profile.unload, component.name, component.kind)
+        return is_asked and bool(self.last_use) and not self.evict_last
+
+    @property
     def leaves_free(self) -> bool:
         """Whether its profile says how many bytes of a device stay free."""
         return bool(self.profile.budgets or self.profile.reserve)
@@ -315,6 +326,11 @@ class Member:
     def beware(self) -> None:
         """Note that another component of the same call ran out of memory: plan its next pass with more free memory."""
         self.is_wary = True
+
+    def note_hidden(self, num_bytes: int, seconds: float) -> None:
+        """Add bytes that were read, and copied to its devices, before it was loaded, and the seconds that this took."""
+        self.ahead_bytes += num_bytes
+        self.hidden_s += seconds
 
     def note_failed_load(self, device: str) -> None:
         """Note that a device had too little memory to load it as planned: next time it gets the least form."""

@@ -161,6 +161,11 @@ class ComponentReport:
     """It leaves a device only when nothing else is left to evict."""
     moved: bool = False
     """It was given another placement on request: what loads it has its own."""
+    ahead_bytes: int | None = None
+    """What look-ahead read into RAM, and copied to devices, before it was loaded, since it joined: the sum of what its
+    "load" events say; a block that was both read and copied counts twice. None where another engine moves it."""
+    hidden_s: float | None = None
+    """How long that took while another component computed: its loading waited so much less. None as above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +312,9 @@ class ComponentState:
     """The changing state of a component, as it is now: cheap to copy while the manager is locked."""
 
     __slots__ = (
+        "ahead_bytes",
         "bytes_moved",
+        "hidden_s",
         "is_kept",
         "is_leased",
         "is_moved",
@@ -333,6 +340,8 @@ class ComponentState:
         self.last_use_s = member.last_use_s
         self.bytes_moved = managed.bytes_moved
         self.waited_s = managed.waited_s
+        self.ahead_bytes = member.ahead_bytes
+        self.hidden_s = member.hidden_s
         self.num_compiles = managed.compiled.num_compiles if managed.compiled is not None else None
         self.uncompiled_blocks = managed.compiled.why_uncompiled() if managed.compiled is not None else None
 
@@ -363,4 +372,6 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         next_use=state.next_use,
         kept=state.is_kept,
         moved=state.is_moved,
+        ahead_bytes=state.ahead_bytes,
+        hidden_s=round(state.hidden_s, 6),
     )

@@ -4,7 +4,7 @@ profile = [ base ] { "," item }                  a base alone, items alone ("aut
 base    = "auto" | "1" to "5" | a profile's name, such as "LowRAM_LowVRAM"
 item    = bitem | setting                        bitem: a budget, see budget.py
 setting = "pinned=" names | "prefetch=" ( "1" to "4" | "auto" ) | "quantize=" names | "disk=" names
-        | "reserve" [ ":" ( device | component ) ] "=" amount | "compile=" ( "on" | "off" )
+        | "unload=" names | "reserve" [ ":" ( device | component ) ] "=" amount | "compile=" ( "on" | "off" )
 names   = "all" | "none" | component { "&" component }
 
 Profiles 1 to 5 have the names and the meaning of mmgp's. Where mmgp says "transformer", they say ``diffusion``.
@@ -51,8 +51,8 @@ ALL_COMPONENTS = ("*",)
 # Among the text encoders, those that are language models (T5, Llama and their like); CLIP is not one.
 LANGUAGE = "language"
 LARGEST_PREFETCH = 4
-NAMES = ("pinned", "quantize", "on_demand")
-SETTINGS = ("pinned", "prefetch", "quantize", "disk", "reserve", "compile")
+NAMES = ("pinned", "quantize", "on_demand", "unload")
+SETTINGS = ("pinned", "prefetch", "quantize", "disk", "unload", "reserve", "compile")
 NUMBER = re.compile(r"\d+(?=\s*(,|$))", re.ASCII)
 # A profile's number with what no size has behind it.
 WRONGLY_SEPARATED = re.compile(r"[1-5]\s*(?=[;:+&|/])", re.ASCII)
@@ -64,7 +64,7 @@ AMBIGUOUS = re.compile(r"([1-5]),(\d[\d.]*\s*(?:[A-Za-z]+|%))", re.ASCII)
 class OffloadProfile:
     """How much memory the weights may take, and how they rest; ``auto`` fills what is free.
 
-    ``pinned``, ``quantize`` and ``on_demand`` name components or kinds; ``("*",)`` means all, ``()`` none.
+    ``pinned``, ``quantize``, ``on_demand`` and ``unload`` name components or kinds; ``("*",)`` means all, ``()`` none.
 
     Raises:
         InvalidInput: a field of another type or out of its range. Names are looked up where the profile is used.
@@ -80,6 +80,8 @@ class OffloadProfile:
     """The components that rest in `Precision.ENCODED` where no precision was chosen; may name ``language``."""
     on_demand: tuple[str, ...] = ()
     """The components that are not kept in RAM, where a file has their weights."""
+    unload: tuple[str, ...] = ()
+    """The components that leave their devices after use; others stay as long as memory is not short."""
     reserve: tuple[BudgetItem, ...] = ()
     """Bytes of a device that stay free whatever the budgets say; what the watermark keeps free counts towards them."""
     compile: bool = False
@@ -169,6 +171,7 @@ class OffloadProfile:
             "prefetch_blocks": self.prefetch_blocks,
             "quantize": names_text(self.quantize),
             "on_demand": names_text(self.on_demand),
+            "unload": names_text(self.unload),
             "reserve": {item.target: item.size.removeprefix("-") for item in self.reserve},
             "compile": self.compile,
         }
@@ -184,7 +187,12 @@ class OffloadProfile:
             if "*" not in {item.target for item in own}:
                 own.append(BudgetItem(target="*"))  # or the text would bring what was replaced
         items = [str(item) for item in own]
-        for word, which in (("pinned", "pinned"), ("quantize", "quantize"), ("disk", "on_demand")):
+        for word, which in (
+            ("pinned", "pinned"),
+            ("quantize", "quantize"),
+            ("disk", "on_demand"),
+            ("unload", "unload"),
+        ):
             names = getattr(self, which)
             if names != getattr(base, which):
                 items.append(f"{word}={names_text(names)}")

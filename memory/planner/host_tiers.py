@@ -209,6 +209,8 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
         elif is_short:
             part = replace(part, is_short=True)
         else:
+            if part.unread_bytes > left + part.bounce_bytes:  # its user wants it there
+                part = replace(part, reasons=(*part.reasons, explain_excess(part, left)))
             left -= part.unread_bytes - part.bounce_bytes
         decided[index] = part
     return [
@@ -217,6 +219,13 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
         else part
         for part in decided
     ]
+
+
+def explain_excess(part: StoreSpec, left: int) -> str:
+    """Say that a component is to rest in RAM that the machine does not have."""
+    have = format_bytes(max(0, left + part.bounce_bytes))
+    need = format_bytes(part.unread_bytes)
+    return f"tier {part.tier!r} needs {need} of RAM, {have} available; tier 'disk' needs none"
 
 
 def asked_tier(part: StoreSpec) -> str | None:
@@ -321,7 +330,7 @@ def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, 
     if part.on_cpu or pinned_bytes == slab_bytes:
         return []
     if not may_be_pinned(part, profile):
-        return [f"kept in pageable RAM: profile {profile.name} page-locks only other components; {NOT_AHEAD}"]
+        return [f"kept in pageable RAM: profile {profile.name} page-locks {whose(profile)}; {NOT_AHEAD}"]
     reasons = []
     if part.oversize_bytes:
         reasons.append(
@@ -348,8 +357,12 @@ def explain(part: StoreSpec, machine: Machine, profile: OffloadProfile) -> str:
     """Return why the buffers through which a file is read are pageable."""
     buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
     if not may_be_pinned(part, profile):
-        return f"{buffers}: profile {profile.name} page-locks only other components"
+        return f"{buffers}: profile {profile.name} page-locks {whose(profile)}"
     return f"{buffers}: {all_may_lock(machine)}"
+
+
+def whose(profile: OffloadProfile) -> str:
+    return "only other components" if profile.pinned else "no component"
 
 
 def all_may_lock(machine: Machine) -> str:

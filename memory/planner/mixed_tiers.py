@@ -21,7 +21,7 @@ from ..options.precision import Precision
 from ..units import MIB, format_bytes
 from .capacity import Machine
 from .form_choice import choose_forms
-from .host_tiers import StoreSpec, explain_lacking
+from .host_tiers import StoreSpec, explain_lacking, why_unavailable
 from .sizes import Sizes
 
 __all__ = ["share_ram"]
@@ -69,7 +69,19 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool
         decided[index] = replace(
             part.resting_in_file(names, (*part.reasons, *reasons)), takes_ram_to_stream=spares_ram and bool(names)
         )
-    return decided
+    return [explain_copy(part) for part in decided] if spares_ram else decided
+
+
+def explain_copy(part: StoreSpec) -> StoreSpec:
+    """Return a component with the reason why it has a copy in RAM although all of it is resident while it computes."""
+    streams = any(share.streamed for share in part.shares)
+    if part.tier is not None or part.on_cpu or part.in_file or streams or part.ram_bytes < LEAST_SPARED_BYTES:
+        return part
+    if part.can_rest_on_disk and not part.forms:
+        return part  # most of it is in no file as it is, which is told
+    why = why_unavailable(part)
+    told = any(why in reason for reason in part.reasons)
+    return part if told else replace(part, reasons=(*part.reasons, f"has a copy in RAM: {why}"))
 
 
 def find_staying(part: StoreSpec) -> frozenset[str]:

@@ -86,6 +86,7 @@ def settings_for_blocks(request: Request, name: str, kind: str) -> Sequence[str]
     asked = {
         "prefetch=": profile.prefetch_blocks is not None,
         "pinned=": not covers(profile.pinned, name, kind),
+        "unload=": covers(profile.unload, name, kind),
         "compile=": profile.compile,
     }
     return [setting for setting, is_asked in asked.items() if is_asked]

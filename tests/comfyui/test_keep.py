@@ -76,3 +76,35 @@ def test_a_kept_model_stays_on_its_device_across_prompts_with_the_cache_that_kee
         assert torch.equal(sample(host, names[0]), first)
         loads = [event["component"] for event in host.events_after(begin_s) if event["kind"] == "load"]
         assert bool(loads) != is_kept
+
+
+def encode_and_sample(host: HostProcess, profile: str) -> torch.Tensor:
+    """Encode two texts, then sample another model; the samples."""
+    graph = Graph()
+    loaders = Loaders(profile=profile)
+    clip = loaders.text_encoder(graph)
+    texts = [graph.add("CLIPTextEncode", clip=clip, text=text) for text in ("a fox", "a wolf")]
+    for number, text in enumerate(texts):
+        graph.keep(text, name=f"text{number}")
+    sampled = sample_flux(graph, loaders.diffusion_model(graph))
+    graph.keep(sampled)
+    return host.run(graph.nodes).kept()["value.samples"]
+
+
+def on_device(host: HostProcess) -> set[str]:
+    return {part["kind"] for part in host.part("components") if part["tiers"].get("gpu:0")}
+
+
+@pytest.mark.parametrize("profile, left", [("auto", {"text", "diffusion"}), ("unload=text", {"diffusion"}),
+                                           ("auto,unload=all", set())])  # fmt: skip
+def test_a_model_leaves_after_use_where_its_profile_says_so(
+    gpu_host: HostProcess, profile: str, left: set[str]
+) -> None:
+    gpu_host.forget()
+    begin_s = gpu_host.last_event_s()
+    first = encode_and_sample(gpu_host, profile)
+    assert on_device(gpu_host) == left
+    assert torch.equal(encode_and_sample(gpu_host, profile), first)
+    assert on_device(gpu_host) == left
+    reasons = [event["reason"] for event in gpu_host.events_after(begin_s) if event["kind"] == "evict"]
+    assert any("its profile unloads it after use" in reason for reason in reasons) == (profile != "auto")

@@ -8,7 +8,7 @@ What no file has (buffers, weights that were written to) stays in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -50,8 +50,13 @@ class HostStore:
         """Grows when the weights are written to."""
         return self.slab._version
 
-    def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
-        """Queue the copy of a part of the slab to as many bytes on a device."""
+    def copy_to(
+        self, target: torch.Tensor, begin: int, copies: CopyStream, check: Callable[[], None] | None = None
+    ) -> None:
+        """Queue the copy of a part of the slab to as many bytes on a device.
+
+        It is one copy, and no file is read: ``check`` is not called.
+        """
         num_bytes = target.numel()
         source = self.parts.get((begin, num_bytes))
         if source is None:
@@ -159,17 +164,24 @@ class FileStore:
             with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
                 leaf.copy_(views[place])
 
-    def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
+    def copy_to(
+        self, target: torch.Tensor, begin: int, copies: CopyStream, check: Callable[[], None] | None = None
+    ) -> None:
         """Read a part of the slab and queue its copies, window by window; returns when all is read.
 
         A window is what a bounce buffer holds, in the order of the file, wherever that cuts a weight.
+
+        ``check`` is called before each window, and every 4 MiB of one or sooner. What it raises stops the reading and
+        is raised here; copies of earlier windows may be under way then.
 
         Raises:
             InvalidInput: the file is not what it was, or a weight cannot be encoded.
         """
         end = begin + target.numel()
-        self.measure(begin, end)
+        self.measure(begin, end, check)
         for window in self.windows(begin, end):
+            if check is not None:
+                check()
             buffer = self.bounce.take()
             to_read: list[Target] = []
             for place, first, last, room in window:
@@ -184,7 +196,7 @@ class FileStore:
                         (at - offset) // leaf.leaf.itemsize for at in (first, last + offset - first)
                     )
                     to_read.append((name, leaf.read_part(part, num_elements), before * leaf.stored.itemsize))
-            was_cached = self.read(to_read)
+            was_cached = self.read(to_read, check)
             parts = []
             for place, first, last, room in window:
                 part, leaf = buffer[room : room + self.room_bytes(place, last - first)], self.converted.get(place)
@@ -200,7 +212,7 @@ class FileStore:
         leaf = self.converted.get(place)
         return num_bytes if leaf is None else leaf.room_bytes(num_bytes // leaf.leaf.itemsize)
 
-    def measure(self, begin: int, end: int) -> None:
+    def measure(self, begin: int, end: int, check: Callable[[], None] | None = None) -> None:
         """Read the weights between two bytes of the slab that are to be encoded and were not measured before.
 
         Those that a window will have as a whole are measured there.
@@ -212,34 +224,37 @@ class FileStore:
                 continue
             name = self.names[place]
             assert name is not None
-            leaf.measure(self.pieces(name, self.layout.forms[place].shape.numel() * leaf.stored.itemsize))
+            num_bytes = self.layout.forms[place].shape.numel() * leaf.stored.itemsize
+            leaf.measure(self.pieces(name, num_bytes, check))
 
     def is_whole(self, place: int, begin: int, end: int) -> bool:
         """Whether one window has room for a leaf that lies between two bytes of the slab."""
         first, last = self.layout.offsets[place], self.layout.end_of(place)
         return begin <= first and last <= end and self.room_bytes(place, last - first) <= self.bounce.buffers[0].numel()
 
-    def pieces(self, name: str, num_bytes: int) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, num_bytes: int, check: Callable[[], None] | None = None) -> Iterator[torch.Tensor]:
         """Yield the bytes that the file has of a weight, in pieces of a buffer."""
         first = 0
         while first < num_bytes:
             piece = self.bounce.take()[: num_bytes - first]
             piece = piece[: piece.numel() // ALIGNMENT * ALIGNMENT or piece.numel()]
-            self.read([(name, piece, first)])
+            self.read([(name, piece, first)], check)
             yield piece
             first += piece.numel()
 
-    def read(self, targets: Sequence[Target]) -> bool:
+    def read(self, targets: Sequence[Target], check: Callable[[], None] | None = None) -> bool:
         """Fill memory with bytes of weights; returns whether all of them were in the system's cache.
 
         Where the file was deleted or another one took its place, they come from the mapping that the module came with.
+        ``check`` is called every 4 MiB or sooner; what it raises stops the reading.
 
         Raises:
             InvalidInput: the file is not what it was.
         """
+        progress = None if check is None else lambda num_done: check()
         names = [target[0] for target in targets]
         try:
-            return self.source.read_into(targets, drop_pages=True)
+            return self.source.read_into(targets, progress=progress, drop_pages=True)
         except InvalidInput:
             # Of a file that was overwritten where it is the mapping shows what is there now, or nothing.
             if not self.mapped.keys() >= set(names) or not self.source.are_replaced(names):

@@ -7,8 +7,9 @@ one is loaded nothing depends on them:
 2. `DeviceShare.load` takes a copy over where it would queue one, if the weights at rest are still those that were
    copied. What the plan does not want there is dropped then.
 3. Memory is allocated and entered under the manager's lock. It is filled without it, because reading a file or copying
-   pageable memory holds up the thread that does it. What takes or drops a copy, or writes to the weights at rest, waits
-   until the one that is being filled is queued, which is one block at most.
+   pageable memory holds up the thread that does it. What drops a copy that is being filled marks it first, and the
+   filling ends within a piece of its file, 4 MiB: no forward waits for the rest of a block. The component's
+   own loading, which needs the block, and what writes to its weights at rest wait until the block is queued.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["EarlyCopies", "EarlyCopy"]
 
 
+class NoLongerWanted(Exception):
+    """Ends the filling of a copy that is being dropped."""
+
+
 class EarlyCopy:
     """A slab on a device for one group, and which weights at rest it is filled from."""
 
@@ -44,6 +49,8 @@ class EarlyCopy:
         self.watch = watch
         self.is_filled = False
         """Whether all of its copies are queued."""
+        self.is_dropped = False
+        """Whether another thread is about to free it. It waits for the filling, which ends soon."""
 
     @property
     def is_of_now(self) -> bool:
@@ -60,10 +67,15 @@ class EarlyCopy:
         """Return the seconds that its copies took, 0.0 while they are under way."""
         return sum((self.watch.read() or {}).values()) if self.is_filled else 0.0
 
+    def check(self) -> None:
+        """Raise `NoLongerWanted` if it is being dropped."""
+        if self.is_dropped:
+            raise NoLongerWanted
+
     def fill(self, copies: CopyStream) -> None:
-        """Queue its copies. Raises as the weight store's ``copy_to``."""
+        """Queue its copies. Raises as the weight store's ``copy_to``, and `NoLongerWanted` if it is being dropped."""
         self.watch.start("", copies.stream)
-        self.store.copy_to(self.slab, 0, copies)
+        self.store.copy_to(self.slab, 0, copies, self.check)
         self.watch.stop("", copies.stream)
         self.is_filled = True
 
@@ -134,6 +146,8 @@ class EarlyCopies:
             try:
                 early.fill(self.copies)
                 self.bytes_moved += early.slab.numel()
+            except NoLongerWanted:
+                return False
             finally:
                 if not self.has(early):  # a garbage collection released the component here
                     self.copies.drain()
@@ -201,8 +215,11 @@ class EarlyCopies:
         self.drop([group for group, early in self.by_group.items() if not early.is_filled])
 
     def drop(self, groups: Iterable[WeightGroup]) -> None:
-        """Free the memory of these groups' early copies."""
-        for group in list(groups):
+        """Free the memory of these groups' early copies; the filling of one ends within a piece of its file."""
+        groups = list(groups)
+        for group in groups:
+            self.by_group[group].is_dropped = True  # before it waits for the filling
+        for group in groups:
             assert self.copies is not None
             with self.filling:
                 self.copies.drain()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,10 @@ from torch import nn
 from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.options.idle_limits import IdleLimits
-from highwater.memory.planner import mixed_tiers
+from highwater.memory.planner import mixed_tiers, sizes
+from highwater.memory.transfer.bounce_buffers import BounceBuffers
+from highwater.memory.weights import file_reader
+from highwater.memory.weights.file_reader import WeightsFile
 from highwater.tests.engine.conftest import build_net
 from highwater.tests.engine.interleaving import Interleaving
 
@@ -181,6 +186,127 @@ def test_a_copy_that_fails_is_forgotten(sim, machine, files, placement: str) -> 
         manager.leases.look_ahead.early.load("b", lambda: True)  # tells nothing
         manager.ledger.check()
         assert torch.equal(compute(models["b"]), expected_of("b"))
+
+
+class NotedLock:
+    """A lock of `EarlyCopies` that notes when another thread than the one that fills asks for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.filler: threading.Thread | None = None
+        self.is_asked_for = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not self.filler:
+            self.is_asked_for.set()
+        self.lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.release()
+
+
+DROPS: dict[str, Callable[..., object]] = {
+    "another forecast": lambda manager, handle, models: manager.foresee([["a"]]),
+    "look-ahead off": lambda manager, handle, models: manager.look_ahead(False),
+    "a forward of another size": lambda manager, handle, models: compute(models["a"], X[:2]),
+    "room for others": lambda manager, handle, models: manager.free_memory("gpu:0", 8 << 20, "a test", exclude=["a"]),
+    "another profile": lambda manager, handle, models: handle.reprofile("0.3MiB"),
+    "release": lambda manager, handle, models: handle.release(),
+}
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize(
+    ("drop", "piece", "precision"),
+    [
+        *((drop, "a buffer", "as stored") for drop in DROPS),
+        ("another forecast", "a part of a buffer", "as stored"),
+        ("another forecast", "a buffer", "fp8 scaled"),  # which reads a weight to measure it first
+    ],
+)
+def test_what_drops_a_block_waits_for_one_piece_of_its_file(
+    machine, files, wait_until, monkeypatch, drop: str, piece: str, precision: str
+) -> None:
+    """The thread stops before its second piece until the drop waits for it, then reads that one and no more."""
+    monkeypatch.setattr(
+        *((sizes, "BOUNCE_BUFFER_BYTES") if piece == "a buffer" else (file_reader, "CHUNK_BYTES")), 8 * KIB
+    )
+    monkeypatch.setattr(file_reader, "NUM_THREADS", 1)
+    monkeypatch.setattr(file_reader, "count_cached_threads", lambda: 1)
+    read_chunk, pieces, goes_on = WeightsFile.read_chunk, [], threading.Event()
+
+    def read_piece(self: WeightsFile, *args: object) -> object:
+        if threading.current_thread() is lock.filler:
+            pieces.append(args)
+            assert len(pieces) < 2 or goes_on.wait(60)
+        return read_chunk(self, *args)
+
+    lock = NotedLock()
+    monkeypatch.setattr(WeightsFile, "read_chunk", read_piece)
+    models = load(files)
+    choices = {"placement": "*=gpu:0:disk", "precision": precision}
+    with machine(8) as manager, manage(models, manager=manager, **choices) as handle:
+        want = {name: compute(module) for name, module in models.items()}
+        manager.free_memory("gpu:0", 8 << 20, "a test", exclude=["a"])
+        compute(models["a"])
+        manager.foresee([["a"], ["b"]])
+        free_bytes = manager.devices["gpu:0"].free_bytes()
+        (share,) = manager.members["b"].managed.shares
+        share.early.filling = lock
+        outcomes: list[object] = []
+        lock.filler = threading.Thread(
+            target=lambda: outcomes.append(manager.leases.look_ahead.early.load_block("b", lambda: True)), daemon=True
+        )
+        lock.filler.start()
+        wait_until(lambda: len(pieces) == 2)
+        assert early_bytes(manager, "b")
+        dropping = threading.Thread(target=lambda: outcomes.append(DROPS[drop](manager, handle, models)), daemon=True)
+        dropping.start()
+        assert lock.is_asked_for.wait(60)
+        goes_on.set()
+        for thread in (dropping, lock.filler):
+            thread.join(60)
+            assert not thread.is_alive()
+        assert len(pieces) == 2 and len(outcomes) == 2, "it read on, or failed"
+        assert not share.early.by_group
+        manager.ledger.check()
+        if drop in ("another forecast", "look-ahead off"):
+            assert manager.devices["gpu:0"].free_bytes() == free_bytes
+        again = manage(models, manager=manager, **choices) if drop == "release" else nullcontext()
+        with again:
+            for name, module in models.items():
+                assert torch.equal(compute(module), want[name])
+                assert precision != "as stored" or torch.equal(want[name], expected_of(name))
+            manager.ledger.check()
+
+
+@pytest.mark.usefixtures("still")
+def test_a_copy_that_was_stopped_is_never_taken(machine, files, monkeypatch) -> None:
+    """Its memory has a part of the block, and something else behind it."""
+    monkeypatch.setattr(sizes, "BOUNCE_BUFFER_BYTES", 8 * KIB)
+    models = load(files)
+    with machine(8) as manager, manage(models, placement="*=gpu:0:disk", manager=manager):
+        compute(models["a"])
+        manager.foresee([["a"], ["b"]])
+        with manager.exclusive():
+            manager.leases.look_ahead.early.begin("b")
+        (share,) = manager.members["b"].managed.shares
+        copy_windows = BounceBuffers.queue_copies
+
+        def copy_once(self: BounceBuffers, *args: object, **options: object) -> None:
+            copy_windows(self, *args, **options)
+            for early in share.early.by_group.values():
+                early.is_dropped = True
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BounceBuffers, "queue_copies", copy_once)
+            assert [share.early.fill(early) for early in share.early.by_group.values()] == [False]
+        assert not any(early.is_filled or early.is_of_now for early in share.early.by_group.values())
+        assert early_bytes(manager, "b"), "whoever drops it frees it"
+        manager.ledger.check()
+        assert torch.equal(compute(models["b"]), expected_of("b"))
+        assert not early_bytes(manager, "b")
+        manager.ledger.check()
 
 
 def test_copies_of_what_computes_are_not_delayed(sim, machine, files) -> None:

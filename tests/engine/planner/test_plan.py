@@ -469,6 +469,34 @@ def test_what_no_file_has_as_it_is_has_a_copy_in_ram_and_the_plan_says_so() -> N
     assert (asked.in_file, asked.tier) == (decided.in_file, "pinned")
 
 
+def test_the_plan_says_why_a_component_has_a_copy_in_ram() -> None:
+    whole = component([MIB] * 80, rest=MIB)
+    unknown = "has a copy in RAM: its files are not known or do not hold its weights as they are"
+    assert unknown in plan(whole)["transformer"].reasons
+    assert unknown not in plan(whole, on=machine(first=40 * MIB))["transformer"].reasons, "it streams"
+    assert unknown not in plan(component([MIB] * 4))["transformer"].reasons, "small"
+    assert unknown not in plan(whole, profile="3,quantize=none")["transformer"].reasons
+    assert unknown not in plan(whole, placement="gpu:0:pinned")["transformer"].reasons
+    encoded = plan(replace(from_file(whole), stays_as_stored=True), precision=Precision.ENCODED)["transformer"]
+    assert any(reason.startswith("has a copy in RAM: precision 'fp8 scaled' was") for reason in encoded.reasons)
+    (told,) = [reason for reason in plan(whole, profile="disk=all")["transformer"].reasons if "files are not" in reason]
+    assert told.startswith("tier disk is not available")
+
+
+@pytest.mark.parametrize("tier", ["host", "pinned"])
+def test_a_tier_that_exceeds_the_ram_is_told(tier: str) -> None:
+    part = from_file(component([MIB] * 80, rest=MIB))
+    small = replace(machine(), devices=(DeviceCapacity(name="cpu", total_bytes=64 * MIB, available_bytes=50 * MIB),
+                                        *machine().devices[1:]))  # fmt: skip
+    reasons = plan(part, placement=f"gpu:0:{tier}", on=small)["transformer"].reasons
+    assert any(
+        f"tier '{tier}' needs 81.0MiB of RAM, " in reason and "'disk' needs none" in reason for reason in reasons
+    )
+    assert not any(
+        "'disk' needs none" in reason for reason in plan(part, placement=f"gpu:0:{tier}")["transformer"].reasons
+    )
+
+
 def with_norms(part: Component, norm_bytes: int) -> Component:
     """Return a component whose blocks have another weight each, which no file has as it is."""
 
@@ -696,7 +724,7 @@ def test_two_buffers_as_wide_as_the_largest_unit_but_64_mib_at_most_are_read_thr
     here = machine(first=200 * MIB, pinned=2 * width)
     decided = plan(from_file(component(sizes, rest)), on=here, placement="gpu:0:disk")["transformer"]
     assert decided.host_bytes == decided.pinned_bytes == 2 * width
-    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks only other components"),
+    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks no component"),
                                   ("auto", 2 * width - 1, "page-locked memory for all components is")):  # fmt: skip
         part = from_file(component(sizes, rest))
         on_disk = plan(part, on=machine(first=200 * MIB, pinned=limit), placement="gpu:0:disk", profile=profile)

@@ -134,6 +134,8 @@ declare namespace Highwater {
         next_use: number | null;
         kept: boolean;
         moved: boolean;
+        ahead_bytes: number | null;
+        hidden_s: number | null;
       }[];
       nodes?: {
         node_id: string;
@@ -298,6 +300,7 @@ declare namespace Highwater {
         prefetch_blocks: number | null;
         quantize: string;
         on_demand: string;
+        unload: string;
         reserve: Record<string, string>;
         compile: boolean;
       }[];
