@@ -30,7 +30,8 @@ __all__ = [
 
 # Two per device: the file is read into one while the other is copied.
 NUM_BOUNCE_BUFFERS = 2
-BOUNCE_BUFFER_BYTES = 64 * MIB
+# Both together, and what else a load takes, are at most 64 MiB: so much RAM may a model cost that fits its device.
+BOUNCE_BUFFER_BYTES = 24 * MIB
 NUMBER = re.compile(r"\d+")
 # How many layers of the non-block weights are named, and the least share of the component that a named one has.
 NUM_NAMED, NAMED_SHARE = 3, 0.005

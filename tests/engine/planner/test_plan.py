@@ -713,14 +713,14 @@ def test_the_buffers_through_which_files_are_read_have_their_part_of_what_may_be
     assert 6 * MIB < decided["text"].pinned_bytes <= 8 * MIB
 
 
-WIDEST = 64 * MIB
+WIDEST = 24 * MIB
 
 
 @pytest.mark.parametrize(
     ("sizes", "rest", "width"),
     [([MIB] * 8, 1000, MIB), ([MIB] * 8, 3 * MIB, 3 * MIB), ([MIB, 90 * MIB], 1000, WIDEST), ([MIB], 90 * MIB, WIDEST)],
 )
-def test_two_buffers_as_wide_as_the_largest_unit_but_64_mib_at_most_are_read_through(sizes, rest, width) -> None:
+def test_two_buffers_as_wide_as_the_largest_unit_but_24_mib_at_most_are_read_through(sizes, rest, width) -> None:
     here = machine(first=200 * MIB, pinned=2 * width)
     decided = plan(from_file(component(sizes, rest)), on=here, placement="gpu:0:disk")["transformer"]
     assert decided.host_bytes == decided.pinned_bytes == 2 * width
@@ -909,11 +909,11 @@ def test_what_rests_wholly_in_its_file_is_planned_as_read_from_there() -> None:
 
 
 def test_buffers_of_a_file_are_page_locked_only_as_planned() -> None:
-    part = from_file(component([64 * MIB] * 30, rest=MIB))
-    here = replace(with_ram(machine(first=512 * MIB), 20 * 64 * MIB), pinned_bytes=120 * MIB)
+    part = from_file(component([24 * MIB] * 30, rest=MIB))
+    here = replace(with_ram(machine(first=192 * MIB), 20 * 24 * MIB), pinned_bytes=40 * MIB)
     mixed = plan(part, on=here)["transformer"]
-    assert is_mixed(mixed) and mixed.pinned_bytes == 64 * MIB
-    assert not mixed.locks_buffers and any("pageable buffers of 128MiB" in reason for reason in mixed.reasons)
+    assert is_mixed(mixed) and mixed.pinned_bytes == 24 * MIB
+    assert not mixed.locks_buffers and any("pageable buffers of 48.0MiB" in reason for reason in mixed.reasons)
     enough = plan(part, on=replace(here, pinned_bytes=1 << 40))["transformer"]
     assert enough.locks_buffers and enough.pinned_bytes == enough.host_bytes
 
