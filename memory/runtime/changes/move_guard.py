@@ -154,11 +154,12 @@ class MoveGuard:
         given_up = {id(each.group) for each in converted}
         if changed:
             slabs = self.find_slabs()
+            given = [(group, *each) for group in changed for each in foreign_tensors(group)]
+            given = self.undo_untying(given)
             # All of them before any weight is written: they may lie in each other's memory.
             foreign = [
                 (group, index, place, held if held is None else apart(group, index, held, slabs))
-                for group in changed
-                for index, place, held in foreign_tensors(group)
+                for group, index, place, held in given
             ]
             changed = [
                 group for group in changed if self.take_over(group, [each for each in foreign if each[0] is group])
@@ -206,6 +207,20 @@ class MoveGuard:
         stores = [group.at_rest.store for group in self.groups if isinstance(group.at_rest.store, FileStore)]
         kept = [leaf for store in stores for leaf in store.kept.values()]
         return frozenset(memory.untyped_storage().data_ptr() for memory in (*slabs, *kept))
+
+    def undo_untying(self, given: Sequence[Foreign]) -> list[Foreign]:
+        """Undo assignments to some of the places of a tied weight, and return the others: it stays one weight."""
+        left: list[Foreign] = []
+        for each in given:
+            group, index, (module, name), _ = each
+            slot = group.slots[index]
+            if len(slot.owners) < 2 or slot.is_buffer or not is_untied(group, index):
+                left.append(each)
+                continue
+            undone = f"{slot.spec.name!r} is tied, and was replaced in some of its places only"
+            self.undone = self.undone or undone
+            slot.tensors_of(module)[name] = group.placed.tensors[index]
+        return left
 
     def take_over(self, group: WeightGroup, foreign: Iterable[Foreign]) -> bool:
         """Save tensors assigned for good to their weights, or undo the assignment; returns whether there were any."""
@@ -258,6 +273,29 @@ class MoveGuard:
         """Return the change that was undone, once; None if there is none."""
         undone, self.undone = self.undone, None
         return undone
+
+
+def is_untied(group: WeightGroup, index: int) -> bool:
+    """Whether the module holds different values in the places of a tied weight."""
+    slot = group.slots[index]
+    found = {id(held): held for module, name in slot.owners if (held := slot.tensors_of(module).get(name)) is not None}
+    if len(found) < 2:
+        return False
+    first, *others = found.values()
+    if any(held.is_meta or (held.dtype, held.shape) != (first.dtype, first.shape) for held in found.values()):
+        return True
+    with torch.no_grad():
+        return not all(same_values(first, other) for other in others)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors have the same bits, wherever they are; False for quantized ones."""
+    leaves = [leaves_of(each) for each in (one, other)]
+    if any(len(each) != 1 for each in leaves):
+        return False
+    (a,), (b,) = leaves
+    bits = [leaf.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for leaf in (a, b)]
+    return torch.equal(*bits)
 
 
 def kept_leaves(group: WeightGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -67,6 +67,10 @@ class EarlyCopy:
         """Return the seconds that its copies took, 0.0 while they are under way."""
         return sum((self.watch.read() or {}).values()) if self.is_filled else 0.0
 
+    def end_soon(self) -> None:
+        """Make its filling end within a piece of its file; any thread may call it."""
+        self.is_dropped = True
+
     def check(self) -> None:
         """Raise `NoLongerWanted` if it is being dropped."""
         if self.is_dropped:
@@ -218,7 +222,7 @@ class EarlyCopies:
         """Free the memory of these groups' early copies; the filling of one ends within a piece of its file."""
         groups = list(groups)
         for group in groups:
-            self.by_group[group].is_dropped = True  # before it waits for the filling
+            self.by_group[group].end_soon()  # before it waits for the filling
         for group in groups:
             assert self.copies is not None
             with self.filling:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from optimum import quanto
 from safetensors.torch import save_file
+from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
@@ -255,3 +256,38 @@ def test_every_write_counts_also_after_the_weights_were_moved(toys, machine, con
             net.to("sim:0")
             torch._foreach_copy_(list(net.parameters()), list(other.parameters()))
             assert torch.equal(net(X).cpu(), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host", "gpu:0&gpu:1"])
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("which", ["embed", "out", "both, differently"])
+def test_a_tied_weight_that_is_replaced_in_one_place_is_refused(
+    toys, machine, which: str, called: bool, placement: str
+) -> None:
+    """In a plain module it is tied no more, and one weight is one weight here."""
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    want, before = net(x), net.embed.weight.detach().clone()
+    with machine(8, 8) as manager, manage(net, placement=placement, manager=manager):
+        if called:
+            net(x)
+        for number, layer in enumerate((net.embed, net.out)):
+            if which in (("embed", "out")[number], "both, differently"):
+                layer.weight = nn.Parameter(before * (2 + number), requires_grad=False)
+        with pytest.raises(UnsafeState, match="is tied, and was replaced in some of its places only; the change was"):
+            net(x)
+        assert torch.equal(net(x).cpu(), want)
+    assert torch.equal(net.embed.weight, before) and net.out.weight is net.embed.weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1"])
+def test_a_tied_weight_may_be_replaced_in_all_places(toys, machine, placement: str) -> None:
+    net, plain, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
+    new = plain.embed.weight.detach() * 2
+    plain.embed.weight = plain.out.weight = nn.Parameter(new.clone(), requires_grad=False)
+    with machine(8, 8) as manager, manage(net, placement=placement, manager=manager):
+        net(x)
+        net.embed.weight = net.out.weight = nn.Parameter(new.clone(), requires_grad=False)
+        assert torch.equal(net(x).cpu(), plain(x))
+    assert torch.equal(net.embed.weight, new) and net.out.weight is net.embed.weight

@@ -614,3 +614,41 @@ def test_a_host_reads_and_writes_a_widened_weight(machine, widened, profile: str
             manager.ledger.check()
         for (_, got), weight in zip(net.named_parameters(), twin.parameters(), strict=True):
             assert torch.equal(got, weight)
+
+
+class Plain(nn.Module):
+    """Layers between an embedder and an output, without any buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1"])
+def test_a_device_of_a_split_may_have_nothing_but_streamed_blocks(machine, tmp_path: Path, placement: str) -> None:
+    twin, path = Plain().requires_grad_(False), tmp_path / "plain.safetensors"
+    save_file(twin.state_dict(), path)
+    with torch.device("meta"):
+        net = Plain()
+    net.load_state_dict(load_file(path), assign=True)
+    gc.collect()
+    x = torch.randn(3, 64)
+    with machine(8, 8) as manager:
+        with manage(
+            {"net": net}, f"{34 * KIB / MIB:.5f}MiB,prefetch=1", placement=placement, manager=manager
+        ) as handle:
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), twin(x))
+            shares = handle.members[0].managed.plan.shares
+            assert all(share.streamed and not share.resident for share in shares) and "" in in_file(handle)
+            manager.ledger.check()
+        for got, want in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(got, want)
