@@ -259,7 +259,7 @@ def why_unavailable(part: StoreSpec) -> str:
     if part.on_cpu:
         return "it computes on the CPU"
     if not part.has_file:
-        return "its files are not known or do not hold its weights as they are"
+        return "no file is known that has its weights as they are"
     if part.component.stays_as_stored:
         return (
             f"precision {part.precision.name!r} was requested, and of a model that a host moves, or that came with its "

@@ -94,7 +94,7 @@ class FileVersion:
         if self.inode != now.inode:
             return f"was replaced by another file of {now.file_bytes} bytes since it was planned"
         seconds = (now.mtime_ns - self.mtime_ns) / 1e9
-        return f"was written to since it was planned: its time moved by {seconds:+.6g} s"
+        return f"was written to since it was planned: its time stamp moved by {seconds:+.6g} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -471,7 +471,7 @@ def test_what_no_file_has_as_it_is_has_a_copy_in_ram_and_the_plan_says_so() -> N
 
 def test_the_plan_says_why_a_component_has_a_copy_in_ram() -> None:
     whole = component([MIB] * 80, rest=MIB)
-    unknown = "has a copy in RAM: its files are not known or do not hold its weights as they are"
+    unknown = "has a copy in RAM: no file is known that has its weights as they are"
     assert unknown in plan(whole)["transformer"].reasons
     assert unknown not in plan(whole, on=machine(first=40 * MIB))["transformer"].reasons, "it streams"
     assert unknown not in plan(component([MIB] * 4))["transformer"].reasons, "small"
@@ -479,7 +479,7 @@ def test_the_plan_says_why_a_component_has_a_copy_in_ram() -> None:
     assert unknown not in plan(whole, placement="gpu:0:pinned")["transformer"].reasons
     encoded = plan(replace(from_file(whole), stays_as_stored=True), precision=Precision.ENCODED)["transformer"]
     assert any(reason.startswith("has a copy in RAM: precision 'fp8 scaled' was") for reason in encoded.reasons)
-    (told,) = [reason for reason in plan(whole, profile="disk=all")["transformer"].reasons if "files are not" in reason]
+    (told,) = [reason for reason in plan(whole, profile="disk=all")["transformer"].reasons if "no file is known" in reason]
     assert told.startswith("tier disk is not available")
 
 
@@ -757,7 +757,7 @@ def test_on_demand_rests_on_disk_where_there_is_a_file_and_says_so_where_not() -
     assert plan(from_file(part), profile="1,quantize=none,disk=text")["transformer"].tier == "pinned"
     kept = plan(part, profile="auto,disk=diffusion")["transformer"]
     assert kept.tier == "pinned"
-    assert any(reason.startswith("tier disk is not available: its files are not known") for reason in kept.reasons)
+    assert any(reason.startswith("tier disk is not available: no file is known") for reason in kept.reasons)
 
 
 def test_tier_disk_can_be_asked_for_where_there_is_a_file() -> None:

@@ -936,7 +936,7 @@ def test_a_tier_that_cannot_be_says_why(toys, machine, files) -> None:
     net = toys.build_net()
     with machine(8) as manager:
         for choices, why in (
-            ({"placement": "gpu:0:disk"}, "files are not known"),
+            ({"placement": "gpu:0:disk"}, "no file is known"),
             ({"placement": "cpu:pinned"}, "computes on the CPU"),
         ):
             with pytest.raises(InvalidInput, match=f"is not available for net: [^\n]*{why}"):

@@ -126,7 +126,7 @@ def test_a_conversion_back_to_the_dtype_of_its_file_is_refused_too(machine, toys
 
 def test_weights_that_no_file_has_are_refused(machine, path: Path) -> None:
     with machine(8) as manager:
-        with pytest.raises(InvalidInput, match="tier 'disk' is not available for net: its files are not known"):
+        with pytest.raises(InvalidInput, match="tier 'disk' is not available for net: no file is known"):
             manage({"net": build_net()}, placement=PLACE, manager=manager)
         with pytest.raises(InvalidInput, match="it computes on the CPU"):
             manage({"net": load_model(path, build_net)}, placement="cpu:disk!", manager=manager)

@@ -207,7 +207,7 @@ def replace(path: Path) -> None:
 CHANGES = [
     (truncate, "was planned with 4171 bytes, now has 4170; load it again"),
     (append, "was planned with 4171 bytes, now has 4172; load it again"),
-    (rewrite, "was written to since it was planned: its time moved by +"),
+    (rewrite, "was written to since it was planned: its time stamp moved by +"),
     (replace, "was replaced by another file of 4171 bytes since it was planned; load it again"),
     (Path.unlink, "was planned, but cannot be opened now: No such file"),
 ]
