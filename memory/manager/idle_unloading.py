@@ -12,7 +12,7 @@ __all__ = ["IdleUnloading"]
 
 
 class IdleUnloading:
-    """Unloads what exceeds the limits. The caller holds the manager's lock, and no run is open where hosts are."""
+    """Unloads what exceeds the limits, or was used. The caller holds the manager's lock."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -63,11 +63,18 @@ class IdleUnloading:
         Args:
             newcomer, moves_hosted: as in `trim`.
         """
-        members = self.capacity.members.values()
-        leaving = {member.id for member in members if member.profile.unload and member.leaves_after_use}
+        members = self.capacity.members
+        leaving = {
+            member.id
+            for member in members.values()
+            if member.profile.unload and member.leaves_after_use and self.holds(member.id)
+        }
         if not leaving:
             return
         fixed = set() if moves_hosted else set(self.capacity.moved_by_hosts())
+        coming = members.get(newcomer or "")
+        if coming is not None:  # it computes with their weights
+            fixed.update(lender.id for lender in coming.lenders)
         for name in self.in_order({*fixed, newcomer or ""}):
             if name in leaving and self.capacity.forecast.use_after(name) != 1:
                 self.unload(name, "its profile unloads it after use")

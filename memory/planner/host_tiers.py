@@ -97,7 +97,7 @@ class StoreSpec:
 
     @property
     def unfiled(self) -> frozenset[str]:
-        """Of what no file has at least half of the bytes as they are, named as in ``pinned``: it rests in RAM."""
+        """Of what no file has more than half of the bytes as they are, named as in ``pinned``: it rests in RAM."""
         lacking = self.lacking_bytes
         return frozenset(
             block.name for block in self.lacking_blocks if 0 < block.weight_bytes <= 2 * lacking.get(block.name, 0)

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from ..options.precision import Precision
 from ..units import MIB, format_bytes
+from ..weights.form_numbers import rests_of
 from .capacity import Machine
 from .form_choice import choose_forms
 from .host_tiers import StoreSpec, explain_lacking, why_unavailable
@@ -78,10 +79,15 @@ def explain_copy(part: StoreSpec) -> StoreSpec:
     if part.tier is not None or part.on_cpu or part.in_file or streams or part.ram_bytes < LEAST_SPARED_BYTES:
         return part
     if part.can_rest_on_disk and not part.forms:
-        return part  # most of it is in no file as it is, which is told
-    why = why_unavailable(part)
-    told = any(why in reason for reason in part.reasons)
-    return part if told else replace(part, reasons=(*part.reasons, f"has a copy in RAM: {why}"))
+        reasons = explain_lacking(part)
+    elif part.can_rest_on_disk and not part.forms_by_profile:
+        reasons = (f"has a copy in RAM {rests_of(part.forms)}: tier 'disk' makes it each time from the file",)
+    elif part.forms_by_profile:
+        reasons = ()  # that the profile quantizes what is in RAM is told
+    else:
+        reasons = (f"has a copy in RAM: {why_unavailable(part)}",)
+    told = any(why_unavailable(part) in reason for reason in part.reasons)
+    return replace(part, reasons=(*part.reasons, *(() if told else reasons)))
 
 
 def find_staying(part: StoreSpec) -> frozenset[str]:

@@ -3,7 +3,7 @@
 [Note: huge pages] The system provides a page, and clears it, when it is first touched. At 4 KiB each that takes longer
 than copying the weights, above all in a virtual machine, whose host provides the page in turn; and the call that locks
 memory touches its pages one after the other. So ranges of 2 MiB and more ask for huge pages, where the system has them
-(Linux), and `SlabMemory.touch` touches the pages with all of torch's threads. Measured on an H200's machine and on two
+(Linux), and `SlabMemory.touch` touches the pages with torch's threads (one for each 128 MiB, up to eight of 1 GiB). Measured on an H200's machine and on two
 cores: `benchmarks/results/locking.md`.
 
 [Note: pieces] The weights of a block lie in one range, so one copy moves them to a device. After release they can stay
@@ -58,7 +58,7 @@ class SlabMemory:
         self.working = threading.Lock()
 
     def touch(self) -> None:
-        """Have the system provide every page now, by all of torch's threads ([Note: huge pages]). Overwrites bytes."""
+        """Have the system provide every page now, by torch's threads ([Note: huge pages]). Overwrites bytes."""
         with torch.inference_mode(False):
             torch.frombuffer(self.mapping, dtype=torch.uint8)[::PAGE_BYTES].zero_()
 
@@ -103,6 +103,9 @@ class SlabMemory:
         self.num_users.update(gaps)
         self.ended.extend(gaps)
         self.has_slabs = False
+        if HUGE_PAGES is not None and pieces:
+            with contextlib.suppress(OSError):  # else the kernel may make huge pages again of what pieces leave
+                self.mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self.give_back()
 
     def end(self, begin: int, end: int) -> None:

@@ -69,6 +69,13 @@ class ResidentCopy:
             for leaf, place in leaves:
                 place.copy_(leaf)
         self.loaded_version = self.slab._version
+        if self.tags is not None:
+            try:
+                weights, buffers = self.find_tags().tolist()
+                self.take_tags(weights, buffers)
+            except torch.OutOfMemoryError:
+                self.tags = None
+                self.go_untagged()
 
     def take_tags(self, weights: int, buffers: int) -> None:
         """Save the result of `find_tags` after the copy was complete."""

@@ -224,9 +224,10 @@ class WeightGroup:
 
     def newest_leaves(self, index: int) -> list[torch.Tensor]:
         """Return the leaves of a weight where it has its latest value; not of one that rests in the file alone."""
-        store = self.at_rest.store
-        if self.copy is None and isinstance(store, FileStore):
-            first = self.layout.first_leaf(index)
+        store, first = self.at_rest.store, self.layout.first_leaf(index)
+        is_kept = isinstance(store, FileStore) and first in store.kept
+        if is_kept and (self.copy is None or not self.copy.find_written()[0]):
+            assert isinstance(store, FileStore)
             return [store.kept[first + number] for number in range(self.layout.num_leaves[index])]
         return self.layout.leaf_views(self.newest_slab)[index]
 

@@ -156,8 +156,8 @@ class DeviceShare:
     def defragment(self, plan: DevicePlan) -> None:
         """Have what a plan allocates lie apart from what forwards are known to allocate, where memory is short."""
         staging_bytes = 0 if self.memory.has_staging(plan) else plan.staging_bytes
-        to_allocate = self.to_load(plan) + staging_bytes
-        if to_allocate:
+        to_allocate = self.to_load(plan) - self.early.num_bytes + staging_bytes
+        if to_allocate > 0:
             self.device.defragment(to_allocate + max(0, plan.keeps_bytes))
 
     def load_bundle(self, bundle: Bundle, tags: LoadingTags) -> int:

@@ -7,9 +7,9 @@ one is loaded nothing depends on them:
 2. `DeviceShare.load` takes a copy over where it would queue one, if the weights at rest are still those that were
    copied. What the plan does not want there is dropped then.
 3. Memory is allocated and entered under the manager's lock. It is filled without it, because reading a file or copying
-   pageable memory holds up the thread that does it. What drops a copy that is being filled marks it first, and the
-   filling ends within a piece of its file, 4 MiB: no forward waits for the rest of a block. The component's
-   own loading, which needs the block, and what writes to its weights at rest wait until the block is queued.
+   pageable memory holds up the thread that does it. What drops a copy that is being filled from a file marks it first,
+   and the filling ends within 4 MiB of the file: no forward of another component waits for the rest of a block. The
+   component's own loading, and what writes to its weights at rest, wait until the block is queued.
 """
 
 from __future__ import annotations

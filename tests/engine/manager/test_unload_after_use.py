@@ -87,10 +87,28 @@ def test_one_that_computes_inside_another_leaves_when_it_is_idle(toys, machine) 
     with machine(32) as manager:
         outer.doubles[1].register_forward_hook(lambda *_: found.append(inner(X)))
         with manage({"outer": outer, "inner": inner}, "unload=all", placement="gpu:0", manager=manager):
-            outer(X)
-            assert torch.equal(found.pop().cpu(), want)
-            outer(X)
-            assert torch.equal(found.pop().cpu(), want)
+            for _ in range(2):
+                outer(X)
+                assert torch.equal(found.pop().cpu(), want)
+                assert loaded(manager) == {"outer", "inner"}, "neither was idle when the other began"
+            inner(X)
+            assert loaded(manager) == {"inner"}
+        left = [e["component"] for e in manager.report()["events"] if e["kind"] == "evict" and REASON in e["reason"]]
+        assert set(left) == {"outer", "inner"}
+
+
+@torch.no_grad()
+def test_a_model_whose_weights_another_one_uses_stays_while_that_computes(toys, machine) -> None:
+    first, second = toys.build_net(), toys.build_net(seed=1)
+    second.doubles = first.doubles
+    want = second(X)
+    with machine(32) as manager:
+        with manage({"first": first, "second": second}, "unload=all", placement="gpu:0", manager=manager):
+            second(X)
+            before = len(manager.report()["events"])
+            for _ in range(3):
+                assert torch.equal(second(X).cpu(), want)
+            assert not [event for event in manager.report()["events"][before:] if event["kind"] in ("evict", "load")]
 
 
 def test_the_text_says_whose_and_unknown_names_are_refused(toys, machine) -> None:

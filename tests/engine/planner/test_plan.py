@@ -479,7 +479,16 @@ def test_the_plan_says_why_a_component_has_a_copy_in_ram() -> None:
     assert unknown not in plan(whole, placement="gpu:0:pinned")["transformer"].reasons
     encoded = plan(replace(from_file(whole), stays_as_stored=True), precision=Precision.ENCODED)["transformer"]
     assert any(reason.startswith("has a copy in RAM: precision 'fp8 scaled' was") for reason in encoded.reasons)
-    (told,) = [reason for reason in plan(whole, profile="disk=all")["transformer"].reasons if "no file is known" in reason]
+    as_read = plan(from_file(whole), precision=Precision.ENCODED)["transformer"]
+    assert any("has a copy in RAM in eight bits: tier 'disk' makes it" in reason for reason in as_read.reasons)
+    by_profile = plan(from_file(whole), profile="auto,quantize=all")["transformer"]
+    assert not any("has a copy" in reason for reason in by_profile.reasons)
+    lacking = frozenset(block.tensors[0].name for block in whole.blocks)
+    mostly = plan(replace(from_file(whole), lacking=lacking))["transformer"]
+    assert "80.0MiB rest in RAM: no file has these as they are" in mostly.reasons
+    (told,) = [
+        reason for reason in plan(whole, profile="disk=all")["transformer"].reasons if "no file is known" in reason
+    ]
     assert told.startswith("tier disk is not available")
 
 
