@@ -282,8 +282,8 @@ class Device:
 
         Weights that are allocated next would else lie in pieces of cached memory, of which what is left over is too
         small for the activations that it was allocated for (seen on an H200: 236 MiB cached, 268 MiB refused). Takes a
-        millisecond for each cached range, and as long again when it is allocated the next time; the driver waits for the
-        device, and the caches of all devices of this type are given back.
+        millisecond for each cached range, and as long again when it is allocated the next time. The driver waits for
+        the device, and the caches of all devices of this type are given back.
         """
         if self.is_cpu:
             return

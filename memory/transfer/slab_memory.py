@@ -3,8 +3,8 @@
 [Note: huge pages] The system provides a page, and clears it, when it is first touched. At 4 KiB each that takes longer
 than copying the weights, above all in a virtual machine, whose host provides the page in turn; and the call that locks
 memory touches its pages one after the other. So ranges of 2 MiB and more ask for huge pages, where the system has them
-(Linux), and `SlabMemory.touch` touches the pages with torch's threads (one for each 128 MiB, up to eight of 1 GiB). Measured on an H200's machine and on two
-cores: `benchmarks/results/locking.md`.
+(Linux), and `SlabMemory.touch` touches the pages with torch's threads: one for each 128 MiB, so eight for an arena of
+1 GiB. Measured on an H200's machine and on two cores: `benchmarks/results/locking.md`.
 
 [Note: pieces] The weights of a block lie in one range, so one copy moves them to a device. After release they can stay
 there: each weight gets its own storage over exactly its part of the range, so other code sees ordinary tensors that

@@ -102,13 +102,13 @@ def test_a_model_whose_weights_another_one_uses_stays_while_that_computes(toys, 
     first, second = toys.build_net(), toys.build_net(seed=1)
     second.doubles = first.doubles
     want = second(X)
-    with machine(32) as manager:
-        with manage({"first": first, "second": second}, "unload=all", placement="gpu:0", manager=manager):
-            second(X)
-            before = len(manager.report()["events"])
-            for _ in range(3):
-                assert torch.equal(second(X).cpu(), want)
-            assert not [event for event in manager.report()["events"][before:] if event["kind"] in ("evict", "load")]
+    parts = {"first": first, "second": second}
+    with machine(32) as manager, manage(parts, "unload=all", placement="gpu:0", manager=manager):
+        second(X)
+        before = len(manager.report()["events"])
+        for _ in range(3):
+            assert torch.equal(second(X).cpu(), want)
+        assert not [event for event in manager.report()["events"][before:] if event["kind"] in ("evict", "load")]
 
 
 def test_the_text_says_whose_and_unknown_names_are_refused(toys, machine) -> None:

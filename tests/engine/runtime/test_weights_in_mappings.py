@@ -604,10 +604,8 @@ def test_a_host_reads_and_writes_a_widened_weight(machine, widened, profile: str
             assert all(torch.equal(each.cpu(), want) for each in found)
             is_at_rest = when != "written" or ("disk" in profile and "MiB" in profile)  # what streams is at rest again
             assert torch.equal(weight.read_stored(), want) == weight.is_same(want) == is_at_rest
-            held = next(kept for kept in group.at_rest.tensors if kept.shape == want.shape and torch.equal(kept, want)) \
-                if is_at_rest else None  # fmt: skip
-            if held is not None:  # what other code writes to the weight at rest is the newest at once
-                held.mul_(1.5), want.mul_(1.5)
+            if is_at_rest:  # what other code writes to the weight at rest is the newest at once
+                group.at_rest.tensors[group.index_of(name)].mul_(1.5), want.mul_(1.5)
                 assert torch.equal(weight.wide(torch.device("cpu")), want)
                 assert torch.equal(net(x).cpu(), twin(x))
                 handle.members[0].managed.settle()
