@@ -178,9 +178,9 @@ class FileStore:
             InvalidInput: the file is not what it was, or a weight cannot be encoded.
         """
         end = begin + target.numel()
+        self.measure(begin, end, check)
         if begin == end:
             return  # what has no bytes needs no buffers, and they may not be open
-        self.measure(begin, end, check)
         for window in self.windows(begin, end):
             if check is not None:
                 check()

@@ -423,5 +423,5 @@ def test_eight_bits_with_a_scale_beside_them_are_not_cast(toys, machine, tmp_pat
     file = case.file(toys, tmp_path)
     state = load_file(file)
     save_file({**state, "singles.2.up.scale_weight": torch.tensor(2.0)}, file)
-    with machine(8) as manager, pytest.raises(InvalidInput, match="do not hold its weights"):
+    with machine(8) as manager, pytest.raises(InvalidInput, match="no file is known that has its weights"):
         on_disk(case, case.bare(toys), file, manager)

@@ -32,9 +32,12 @@ def assign_data(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def assign(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Another parameter in all places of each one."""
     for name, parameter in list(net.named_parameters()):
-        path, _, attribute = name.rpartition(".")
-        setattr(net.get_submodule(path), attribute, nn.Parameter(state[name].clone(), parameter.requires_grad))
+        new = nn.Parameter(state[name].clone(), parameter.requires_grad)
+        for module in net.modules():
+            for attribute in [own for own, held in module._parameters.items() if held is parameter]:
+                setattr(module, attribute, new)
 
 
 def add_to_data(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
