@@ -144,7 +144,8 @@ class Leases:
             size: the size of the forward's inputs, if known.
         """
         admission = self.admission
-        self.idle.unload_used(member.id, moves_hosted=False)
+        if any(other.profile.unload for other in self.members.values()):
+            self.idle.unload_used(member.id, moves_hosted=False)
         if member.look is not None:
             member.look()
         if not member.managed.changes.is_steady():
