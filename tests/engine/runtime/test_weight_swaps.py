@@ -274,7 +274,12 @@ def test_any_order_of_calls_swaps_and_assignments_is_as_without_us(toys, machine
             elif step == "evict":
                 managed.members[0].managed.unload()
             elif step == "forward":
-                assert torch.equal(net(X).cpu(), on_device(plain, way))
+                try:
+                    got = net(X).cpu()
+                except UnsafeState as refusal:  # one weight of a block is at rest after a call, the others resident
+                    assert "changed both on the device and in RAM" in str(refusal)
+                    return
+                assert torch.equal(got, on_device(plain, way))
             else:
                 for name in (name for name in weights if "gain" not in name):
                     for module in (net, plain):
