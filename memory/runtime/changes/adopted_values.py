@@ -23,6 +23,7 @@ __all__ = [
     "adopt_data",
     "adopt_swapped",
     "apart",
+    "bits_of",
     "find_swapped",
     "leave_reformed",
     "separate_shared",

@@ -32,6 +32,7 @@ from .adopted_values import (
     adopt_data,
     adopt_swapped,
     apart,
+    bits_of,
     find_swapped,
     leave_reformed,
     separate_shared,
@@ -279,23 +280,19 @@ def is_untied(group: WeightGroup, index: int) -> bool:
     """Whether the module holds different values in the places of a tied weight."""
     slot = group.slots[index]
     found = {id(held): held for module, name in slot.owners if (held := slot.tensors_of(module).get(name)) is not None}
-    if len(found) < 2:
-        return False
     first, *others = found.values()
-    if any(held.is_meta or (held.dtype, held.shape) != (first.dtype, first.shape) for held in found.values()):
-        return True
-    with torch.no_grad():
-        return not all(same_values(first, other) for other in others)
+    return any(not has_same_bits(first, other) for other in others)
 
 
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two plain tensors have the same bits, wherever they are; False for quantized ones."""
-    leaves = [leaves_of(each) for each in (one, other)]
-    if any(len(each) != 1 for each in leaves):
+def has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two weights have the same bits, wherever they are; False where one has no memory."""
+    pairs = list(itertools.zip_longest(leaves_of(one), leaves_of(other)))
+    if any(a is None or b is None or a.is_meta or b.is_meta or a.dtype is not b.dtype for a, b in pairs):
         return False
-    (a,), (b,) = leaves
-    bits = [leaf.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for leaf in (a, b)]
-    return torch.equal(*bits)
+    with torch.no_grad():
+        return all(
+            a.shape == b.shape and torch.equal(bits_of(a.detach().cpu()), bits_of(b.detach().cpu())) for a, b in pairs
+        )
 
 
 def kept_leaves(group: WeightGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:

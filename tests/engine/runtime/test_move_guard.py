@@ -12,7 +12,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.weights.quantized_leaves import leaves_of
+from highwater.memory.weights.quantized_leaves import form_of, leaves_of
 
 TIGHT = "0.45MiB"
 X = torch.randn(2, 5, 64)
@@ -291,3 +291,20 @@ def test_a_tied_weight_may_be_replaced_in_all_places(toys, machine, placement: s
         net.embed.weight = net.out.weight = nn.Parameter(new.clone(), requires_grad=False)
         assert torch.equal(net(x).cpu(), plain(x))
     assert torch.equal(net.embed.weight, new) and net.out.weight is net.embed.weight
+
+
+@torch.no_grad()
+def test_a_tied_quantized_weight_that_a_move_makes_two_equal_objects_is_tied_still(toys, machine) -> None:
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    quanto.quantize(net, weights=quanto.qint8, include=["embed", "out"])
+    quanto.freeze(net)
+    net.out.weight = net.embed.weight
+    want = net(x)
+    with machine(8) as manager, manage(net, placement="gpu:0", manager=manager):
+        first = net(x).cpu()
+        form, leaves = form_of(net.embed.weight), [leaf.detach().cpu() for leaf in leaves_of(net.embed.weight)]
+        for layer in (net.embed, net.out):  # as `Module.to` replaces what it cannot point elsewhere
+            copied = form.assemble(iter([leaf.clone() for leaf in leaves]))
+            layer.weight = nn.Parameter(copied, requires_grad=False)
+        assert torch.equal(net(x).cpu(), first)
+    assert torch.allclose(first, want, atol=1e-4)
