@@ -26,7 +26,8 @@ from ..runtime.tensors.reported_device import plainly
 from ..transfer.pinned_memory import HostSlab
 from ..weights.file_origin import Origin
 from .kept_weights import KeptWeights
-from .member import Member, Members
+from .member import Member
+from .members import Members
 
 __all__ = ["CommonWeights"]
 

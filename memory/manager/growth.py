@@ -8,7 +8,8 @@ from typing import Any
 
 from ..units import MIB, format_bytes
 from .event_log import EventLog
-from .member import Member, Members
+from .member import Member
+from .members import Members
 from .runs_file import RunsFile, digest_name
 from .steered import Steered, SteeredComponent
 

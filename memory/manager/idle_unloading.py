@@ -64,11 +64,8 @@ class IdleUnloading:
             newcomer, moves_hosted: as in `trim`.
         """
         members = self.capacity.members
-        leaving = {
-            member.id
-            for member in members.values()
-            if member.profile.unload and member.leaves_after_use and self.holds(member.id)
-        }
+        asked = members.unloading & members.keys()
+        leaving = {name for name in asked if members[name].leaves_after_use and self.holds(name)}
         if not leaving:
             return
         fixed = set() if moves_hosted else set(self.capacity.moved_by_hosts())

@@ -26,7 +26,8 @@ from ..units import format_bytes
 from ..weights.file_origin import FileIdentity, Origin, differs
 from .event_log import EventLog
 from .forecast import Forecast, KnownComponent
-from .member import Member, Members
+from .member import Member
+from .members import Members
 from .policies.candidate import Candidate, EvictionPolicy
 from .report import ComponentReport
 from .watermark import Watermark

@@ -144,7 +144,7 @@ class Leases:
             size: the size of the forward's inputs, if known.
         """
         admission = self.admission
-        if any(other.profile.unload for other in self.members.values()):
+        if self.members.unloading:
             self.idle.unload_used(member.id, moves_hosted=False)
         if member.look is not None:
             member.look()

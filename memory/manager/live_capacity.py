@@ -27,7 +27,8 @@ from .claims.neighbours import Neighbours
 from .forecast import Forecast
 from .kept_weights import KeptWeights
 from .measures import Measures
-from .member import Member, Members
+from .member import Member
+from .members import Members
 from .needs import Key, Needs, digest_component, digest_device
 from .policies.candidate import Candidate, EvictionPolicy
 from .policies.newcomer import Newcomer

@@ -37,7 +37,8 @@ from .leases import Leases, write_needs
 from .lending import Lending
 from .live_capacity import LiveCapacity
 from .measures import Measures
-from .member import Member, Members
+from .member import Member
+from .members import Members
 from .needs_file import NeedsFile
 from .observed import Observed
 from .policies.candidate import EvictionPolicy

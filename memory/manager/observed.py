@@ -13,7 +13,7 @@ from typing import Any
 
 from ..options.precision import Precision
 from .forecast import KnownComponent
-from .member import Members
+from .members import Members
 from .report import ComponentReport
 
 __all__ = ["Observed", "ObservedModel"]

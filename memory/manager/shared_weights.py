@@ -15,7 +15,8 @@ from ..runtime.managed_component import ManagedComponent
 from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component
 from ..weights.sharing import Shared, find_shared, named_tensors
-from .member import Member, Members
+from .member import Member
+from .members import Members
 
 __all__ = ["SharedWeights"]
 

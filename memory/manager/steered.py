@@ -18,7 +18,7 @@ from ..options.precision import Precision
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
 from .event_log import EventLog
 from .forecast import Forecast
-from .member import Members
+from .members import Members
 from .policies.candidate import Candidate
 from .reload_times import ReloadTimes
 from .report import ComponentReport

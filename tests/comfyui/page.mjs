@@ -3,7 +3,7 @@
 // node that is named here, the second waits for an interrupt)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { answered, expectDetail, inPage, isIdle, onCanvas, OF_THE_TEST_PACK, openPage, REFUSED, SAVED, without } from "../web/open_page.mjs";
+import { answered, BEFORE_THE_SCRIPT, expectDetail, inPage, isIdle, onCanvas, OF_THE_TEST_PACK, openPage, REFUSED, SAVED, without } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow, waiting] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
@@ -201,6 +201,6 @@ await eventually("the setting counts again after a reload", lowMark, (bytes) => 
 await ready("page is ready once more");
 await quiet();
 assert.equal(await leftOut.count(), 0, "what this machine cannot keep is told at each opening");
-const provoked = [...firstQuestion, ...REFUSED, /DoesNotFit|InvalidInput/, OF_THE_TEST_PACK, answered(400, "highwater/watermark")];
+const provoked = [...firstQuestion, ...REFUSED, BEFORE_THE_SCRIPT, /DoesNotFit|InvalidInput/, OF_THE_TEST_PACK, answered(400, "highwater/watermark")];
 assert.deepEqual(without(errors, ...provoked), [], "errors in the page");
 await browser.close();

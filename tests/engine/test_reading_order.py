@@ -236,6 +236,7 @@ INNER_WORDS = {
     "managed",
     "measures",
     "member",
+    "members",
     "packing",
     "registry",
     "shares",

@@ -36,6 +36,8 @@ export const without = (lines, ...provoked) => lines.filter((line) => !provoked.
 export const answered = (status, path) => new RegExp(`^Failed to load resource: .* ${status} .*\\(\\S*/${path}\\)$`);
 // What it says of messages that only the tests' nodes send, and of a refused prompt.
 export const OF_THE_TEST_PACK = /Unknown message type highwater_test\./;
+// What it says of an event that comes while it loads, before the pack's script has run; the script asks for the report then.
+export const BEFORE_THE_SCRIPT = /^Unhandled message: \{"type": "highwater\.memory"/;
 export const REFUSED = [/^PromptExecutionError/, answered(400, "prompt")];
 
 /**

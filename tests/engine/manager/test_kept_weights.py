@@ -22,7 +22,8 @@ from highwater.memory.manager.default import default_manager
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.forecast import Forecast
 from highwater.memory.manager.kept_weights import KeptPart, KeptWeights
-from highwater.memory.manager.member import Member, Members
+from highwater.memory.manager.member import Member
+from highwater.memory.manager.members import Members
 from highwater.memory.manager.policies.candidate import EvictionPolicy
 from highwater.memory.manager.policies.largest_first import LargestFirst
 from highwater.memory.manager.policies.least_recently_used import LeastRecentlyUsed

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from highwater.memory import manage
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.measures import Measures
-from highwater.memory.manager.member import Members
+from highwater.memory.manager.members import Members
 from highwater.memory.manager.observed import Observed, ObservedModel
 from highwater.memory.manager.steered import Steered, SteeredComponent
 from highwater.memory.runtime.devices.ledger import Kind, Ledger
