@@ -189,16 +189,24 @@ class Admission:
             if missing > 0 and share.device != "cpu":
                 cause = short_beside_weights(member.id, share.keeps_bytes)
                 self.free_memory(share.device, missing, cause, exclude=[member.id], allow_unrunnable=False)
-        held = {share.device: self.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
+        held = self.held_by(member)
         try:
             plan = self.capacity.replan(member, computable(member, held), size=size, evicts=False)
         except (DoesNotFit, InvalidInput):
             return
         member.managed.load(plan)
-        for share in plan.shares:
+        self.note_streaming(member, held)
+
+    def held_by(self, member: Member) -> dict[str, int]:
+        """Return the bytes that a component has of each of its devices."""
+        return {share.device: self.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
+
+    def note_streaming(self, member: Member, held: Mapping[str, int]) -> None:
+        """Note what a loaded component gave back by streaming more, so that its host is told."""
+        for share in member.managed.plan.shares:
             freed = held[share.device] - self.ledger.held(member.id, share.device)
             if freed > 0:
-                kind, to = member.managed.component.kind, plan.tier
+                kind, to = member.managed.component.kind, member.managed.plan.tier
                 self.event_log.note("evict", member.id, freed, share.device, share.why_kept, component_kind=kind, to=to)
         self.measures.sample()
 
@@ -318,14 +326,15 @@ class Admission:
 
         Args:
             reason: why this component leaves, for the event log.
-            allow_unrunnable: whether so much of it may be evicted that it cannot compute.
+            allow_unrunnable: whether so much of a hosted one may be evicted that it cannot compute.
         """
         if member.leases:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
         held = self.ledger.held(member.id, device.name)
-        if not (
-            member.is_hosted and self.stream_more(member, device, held - num_bytes, allow_unrunnable=allow_unrunnable)
-        ):
+        if not allow_unrunnable:
+            num_bytes = min(num_bytes, held - self.capacity.lasting_bytes(device.name, member.id))
+        if num_bytes > 0:
+            member.note_evicted(is_counted=self.capacity.counts_as_loaded(member))
             member.managed.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
         freed = held - left
@@ -343,17 +352,3 @@ class Admission:
         self.measures.sample()
         self.capacity.outdate_plans()
         return freed
-
-    def stream_more(self, member: Member, device: Device, ceiling: int, *, allow_unrunnable: bool) -> bool:
-        """Reduce a hosted component to ``ceiling`` bytes, with which it can still compute; False if it needs more.
-
-        Its host counts it as loaded and may enter it without loading it again. Unless ``allow_unrunnable``, its least
-        form is taken where none is small enough.
-        """
-        ceilings = {device.name: ceiling}
-        try:
-            plan = self.capacity.replan(member, ceilings if allow_unrunnable else computable(member, ceilings))
-        except (DoesNotFit, InvalidInput):
-            return not allow_unrunnable
-        member.managed.load(plan)
-        return True

@@ -101,6 +101,7 @@ class Hosting:
         """Take a hosted component off every device; it stays packed in host memory."""
         with self.lock.exclusive():
             held = self.ledger.bytes_by_place(member.id)
+            member.note_unload()
             if member.managed.unload():
                 kind, to = member.managed.component.kind, member.managed.plan.tier
                 for share in member.managed.shares:

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 import torch
 
-from ..errors import UnsafeState
+from ..errors import DoesNotFit, InvalidInput, UnsafeState
 from ..planner.plan import ComponentPlan
 from ..runtime.forwards.deferring_lock import DeferringLock
 from ..runtime.forwards.forward_pass import Guest, Pass
@@ -156,6 +156,9 @@ class Leases:
             self.look_ahead.early.make_way(member, size)
         is_settled = size is None or size in member.settled or self.capacity.leaves_enough(member, size)
         if member.is_hosted:
+            if member.was_evicted:
+                with host_recordings.paused():
+                    self.resume(member, size)
             if size is not None and not is_settled:
                 with host_recordings.paused():
                     admission.give_headroom(member, size)
@@ -168,6 +171,18 @@ class Leases:
         if size is not None:
             member.settled.add(size)
         managed.changes.begin_loans()
+
+    def resume(self, member: Member, size: Size | None) -> None:
+        """Bring a hosted component, of which blocks were evicted, to a form in which it computes in what it has left.
+
+        Where not even its least form fits, its host computes with it layer by layer, as with its own models.
+        """
+        held = self.admission.held_by(member)
+        try:
+            self.admit(member, held, size=size)
+        except (DoesNotFit, InvalidInput):
+            return
+        self.admission.note_streaming(member, held)
 
     def look_closely(self, member: Member) -> None:
         """Take over changes that other code made to a component's module, or refuse them with `UnsafeState`."""

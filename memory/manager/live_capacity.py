@@ -206,9 +206,13 @@ class LiveCapacity:
     def lasting_bytes(self, device: str, idle: str) -> int:
         """Return the bytes of an idle component that stay while its host counts it as loaded: the least to compute."""
         member = self.members.get(idle)
-        if member is None or not (member.is_hosted and member.managed.is_loaded):
+        if member is None or not self.counts_as_loaded(member):
             return 0
         return min(self.ledger.held(idle, device), computable(member, {device: 0})[device])
+
+    def counts_as_loaded(self, member: Member) -> bool:
+        """Whether a host loaded a component: it may enter it without loading it again, also where blocks left since."""
+        return member.is_hosted and (member.managed.is_loaded or member.was_evicted)
 
     def foreign_bytes(self, device: Device) -> int:
         """Return the bytes of a device that are in use by anything but torch's allocator in this process."""

@@ -91,6 +91,8 @@ class Member:
         self.keep_limit = EVERYTHING_KEPT
         self.is_moved = False
         """It was given another placement than its choices say, on request."""
+        self.was_evicted = False
+        """Blocks of it left its devices while its host counts it as loaded: it is planned when it is entered."""
         self.ending = Ending.RESTORED
         """What its module gets when it is released: ordinary weights, or none if the module is no longer used."""
         self.leaves_weights = False
@@ -242,8 +244,9 @@ class Member:
         self.returns = returns
 
     def note_planned(self, epoch: int) -> None:
-        """Note the epoch of `LiveCapacity` in which it was planned."""
+        """Note the epoch of `LiveCapacity` by whose plan it was loaded."""
         self.planned_in_epoch = epoch
+        self.was_evicted = False
 
     def add_holder(self) -> None:
         """Note that one more call manages it."""
@@ -329,6 +332,14 @@ class Member:
         """Add bytes that were read, and copied to its devices, before it was loaded, and the seconds that this took."""
         self.ahead_bytes += num_bytes
         self.hidden_s += seconds
+
+    def note_evicted(self, *, is_counted: bool) -> None:
+        """Note that blocks of it leave a device. ``is_counted``: its host counts it as loaded."""
+        self.was_evicted = is_counted
+
+    def note_unload(self) -> None:
+        """Note that its host does not count it as loaded any more."""
+        self.was_evicted = False
 
     def note_failed_load(self, device: str) -> None:
         """Note that a device had too little memory to load it as planned: next time it gets the least form."""
