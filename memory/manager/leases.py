@@ -148,6 +148,7 @@ class Leases:
             self.idle.unload_used(member.id, moves_hosted=False)
         if member.look is not None:
             member.look()
+        member.managed.packing.refuse_overwritten()
         if not member.managed.changes.is_steady():
             with host_recordings.paused():
                 self.look_closely(member)

@@ -144,11 +144,14 @@ def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) 
         is_trusted: whether the files are taken to have what the module has; else that is known of what is mapped only.
     """
     if is_trusted and source.covers(component):
-        return replace(component, has_file=True, stored_as=source.stored_as(component))
+        can_map, stored_as = source.can_map(component, frozenset()), source.stored_as(component)
+        return replace(component, has_file=True, can_map=can_map, stored_as=stored_as)
     lacking = source.find_lacking(component, among_mapped=True)
     weights = [tensor for block in (*component.blocks, component.non_block) for tensor in block.tensors]
     is_none = lacking.issuperset(tensor.name for tensor in weights)
-    return component if is_none else replace(component, has_file=True, lacking=lacking)
+    if is_none:
+        return component
+    return replace(component, has_file=True, can_map=source.can_map(component, lacking), lacking=lacking)
 
 
 def describe_split(describe: Callable[..., Component], num_devices: int, largest_bytes: int | None) -> Component:

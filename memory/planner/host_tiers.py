@@ -26,7 +26,7 @@ from .device_plan import DevicePlan
 from .form_choice import explain_reading
 from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
-__all__ = ["StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned"]
+__all__ = ["StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned", "whose"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
@@ -57,6 +57,8 @@ class StoreSpec:
     """What rests in its file, named as in ``pinned``; everything at tier ``disk``."""
     takes_ram_to_stream: bool = False
     """Whether what rests in its file gets room in RAM as soon as it streams."""
+    maps_file: bool = False
+    """Whether what rests in its file streams from a mapping of it, whose pages the system keeps in RAM."""
     file_bytes: int = 0
     """The bytes of these."""
     pinned: frozenset[str] = frozenset()

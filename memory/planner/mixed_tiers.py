@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..options.precision import Precision
+from ..options.profile import OffloadProfile
 from ..units import MIB, format_bytes
 from ..weights.form_numbers import rests_of
 from .capacity import Machine
 from .form_choice import choose_forms
-from .host_tiers import StoreSpec, explain_lacking, why_unavailable
+from .host_tiers import StoreSpec, explain_lacking, may_be_pinned, whose, why_unavailable
 from .sizes import Sizes
 
 __all__ = ["share_ram"]
@@ -31,7 +32,9 @@ __all__ = ["share_ram"]
 LEAST_SPARED_BYTES = 8 * MIB
 
 
-def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool) -> list[StoreSpec]:
+def share_ram(
+    stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile, *, spares_ram: bool
+) -> list[StoreSpec]:
     """Return the components with the blocks that rest in their files, once it is known which of them stream.
 
     Those stay as they are that rest somewhere because the user says so, or that no file holds in their form.
@@ -44,10 +47,20 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool
         return list(stores)
     open_parts = {index: part for index, part in enumerate(stores) if is_open(part)}
     others = [part for index, part in enumerate(stores) if index not in open_parts and part.has_file]
+    # Pages that are read in every pass stay in RAM only while it has room for all of them.
+    keeps_pages = spares_ram and not any(part.is_short for part in stores)
+    paged = {
+        index
+        for index, part in open_parts.items()
+        if keeps_pages and part.component.can_map and not may_be_pinned(part, profile)
+    }
     room = Room(
         open_parts,
         machine.host_bytes - sum(part.host_bytes - (part.ram_bytes - part.unread_bytes) for part in others),
-        {index: find_staying(part) if spares_ram else frozenset() for index, part in open_parts.items()},
+        {
+            index: find_staying(part, streams_too=index in paged) if spares_ram else frozenset()
+            for index, part in open_parts.items()
+        },
     )
     pieces = sorted(
         (not (streams and part.has_many_passes), part.rank, not streams, index, number, name)
@@ -64,11 +77,13 @@ def share_ram(stores: Sequence[StoreSpec], machine: Machine, *, spares_ram: bool
         empty = frozenset(name for name, size, _ in part.lockable_parts() if not size)
         names = waiting | staying
         names = part.names if names and names | empty | part.unfiled == part.names else names
-        reasons = explain_staying(part, staying) + (
+        reasons = explain_staying(part, staying, profile, is_paged=index in paged) + (
             explain(part, waiting, staying, machine, room.left_bytes) if waiting else ()
         )
         decided[index] = replace(
-            part.resting_in_file(names, (*part.reasons, *reasons)), takes_ram_to_stream=spares_ram and bool(names)
+            part.resting_in_file(names, (*part.reasons, *reasons)),
+            takes_ram_to_stream=spares_ram and bool(names) and index not in paged,
+            maps_file=bool(names) and index in paged,
         )
     return [explain_copy(part) for part in decided] if spares_ram else decided
 
@@ -90,12 +105,18 @@ def explain_copy(part: StoreSpec) -> StoreSpec:
     return replace(part, reasons=(*part.reasons, *(() if told else reasons)))
 
 
-def find_staying(part: StoreSpec) -> frozenset[str]:
-    """Return what needs no copy in RAM, by name: it is resident while it computes, and its file has it as it is."""
+def find_staying(part: StoreSpec, *, streams_too: bool) -> frozenset[str]:
+    """Return what needs no copy in RAM, by name: its file has it as it is, and it is resident while it computes.
+
+    Args:
+        streams_too: what streams needs none either.
+    """
     if part.unread_bytes < LEAST_SPARED_BYTES:
         return frozenset()
     return frozenset(
-        name for name, size, streams in part.lockable_parts() if size and not streams and name not in part.unfiled
+        name
+        for name, size, streams in part.lockable_parts()
+        if size and (streams_too or not streams) and name not in part.unfiled
     )
 
 
@@ -152,13 +173,18 @@ def is_open(part: StoreSpec) -> bool:
     return part.is_short or (part.tier is None and part.can_rest_on_disk and not part.forms)
 
 
-def explain_staying(part: StoreSpec, names: frozenset[str]) -> tuple[str, ...]:
+def explain_staying(
+    part: StoreSpec, names: frozenset[str], profile: OffloadProfile, *, is_paged: bool
+) -> tuple[str, ...]:
     """Return why weights rest in their file that RAM would hold, and which cannot."""
     if not names:
         return ()
     in_file = part.resting_in_file(names, ())
     what = "stays" if in_file.tier == "disk" else f"{format_bytes(in_file.file_bytes)} of it stay"
-    return (f"{what} in its file: resident while it computes, with no need for a copy in RAM", *explain_lacking(part))
+    why = "resident while it computes, with no need for a copy in RAM"
+    if is_paged and any(share.streamed for share in part.shares):
+        why = f"profile {profile.name} page-locks {whose(profile)}, and the system keeps the file's pages in RAM"
+    return (f"{what} in its file: {why}", *explain_lacking(part))
 
 
 def explain(

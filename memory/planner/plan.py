@@ -42,6 +42,8 @@ class ComponentPlan:
     """The bytes of these."""
     takes_ram_to_stream: bool = False
     """Whether these get room in RAM as soon as they stream."""
+    maps_file: bool = False
+    """Whether these stream from a mapping of their file, whose pages the system keeps in RAM."""
     locks_buffers: bool = False
     """Whether the buffers through which its file is read are page-locked."""
     oversize_bytes: int = 0
@@ -69,7 +71,8 @@ class ComponentPlan:
     @property
     def is_on_disk(self) -> bool:
         """Whether something of it is read from its file that RAM would be for."""
-        return bool(self.in_file) and (not self.takes_ram_to_stream or any(share.read_bytes for share in self.shares))
+        streams_from_ram = self.takes_ram_to_stream or self.maps_file
+        return bool(self.in_file) and (not streams_from_ram or any(share.read_bytes for share in self.shares))
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -141,7 +144,7 @@ class Plan:
             limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
             budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))
         pinned = tuple(plan.component for plan in self.components if plan.pinned_bytes)
-        on_demand = tuple(plan.component for plan in self.components if plan.tier == "disk")
+        on_demand = tuple(plan.component for plan in self.components if plan.tier == "disk" and not plan.maps_file)
         return str(replace(self.profile, budgets=tuple(budgets), pinned=pinned, on_demand=on_demand))
 
     @property

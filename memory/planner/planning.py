@@ -76,7 +76,7 @@ def plan_components(
         if part.forms and part.forms_by_profile:
             reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
     for _ in range(MOST_ROUNDS):
-        resting = lock_pages(share_ram(shared, machine, spares_ram=profile.name == AUTO), machine, profile)
+        resting = lock_pages(share_ram(shared, machine, profile, spares_ram=profile.name == AUTO), machine, profile)
         left = machine_beside(resting, machine)
         plans = []
         for part, drafted, (_, devices, reasons) in zip(resting, shared, drafts, strict=True):
@@ -116,6 +116,7 @@ def stream_the_same(part: StoreSpec, before: StoreSpec) -> bool:
 def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequence[str]) -> ComponentPlan:
     """Return the plan of a component for which all is decided."""
     assert part.tier is not None
+    is_tier = not part.in_file or (part.tier == "disk" and not (part.takes_ram_to_stream or part.maps_file))
     return ComponentPlan(
         component=part.component.name,
         kind=part.component.kind,
@@ -129,7 +130,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
             part.item,
             component=part.component.name,
             devices=tuple(devices),
-            tier=part.tier if not part.in_file or (part.tier == "disk" and not part.takes_ram_to_stream) else None,
+            tier=part.tier if is_tier else None,
         ),
         pinned=part.pinned,
         host_bytes=part.host_bytes,
@@ -137,6 +138,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
         in_file=part.in_file,
         file_bytes=part.file_bytes,
         takes_ram_to_stream=part.takes_ram_to_stream,
+        maps_file=part.maps_file,
         locks_buffers=part.locks_buffers,
         oversize_bytes=part.oversize_bytes,
         choices=(*reasons, *part.reasons),

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
@@ -16,6 +18,7 @@ from ..transfer.copy_stream import CopyStream
 from ..transfer.pinned_memory import ArenaLock, HostSlab
 from ..units import PAGE_BYTES
 from ..weights.component import Component
+from ..weights.mapped_files import map_own
 from ..weights.source import WeightsSource
 from .blocks.added_layers import return_to_host
 from .blocks.bundle import Bundle
@@ -89,6 +92,8 @@ class Packing:
         """Whether the module's weights lie where they were found."""
         self.goes_bare: bool | None = None
         """Whether at the end what came without memory goes so: its files have it as it is. None before the end."""
+        self.is_mapped: bool = after is not None and after.is_mapped
+        """Whether weights that came without memory got it in mappings of their files."""
         self.came_on_meta = frozenset(
             slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta
         )
@@ -267,9 +272,10 @@ class Packing:
         to_pack = [group for group in share.groups if group.at_rest.store is None]
         if share.copies is None:  # others compute in place, in the memory they came in
             groups = [group for group in to_pack if group.encoded]
-            for group in to_pack:
-                if group not in groups:
-                    group.fill(self.source, progress)
+            in_place = [group for group in to_pack if group not in groups]
+            mapped = self.map_unread(in_place)
+            for group in in_place:
+                group.fill(self.source, mapped, progress)
         else:
             groups = sorted(to_pack, key=lambda group: group.name not in self.plan.pinned)
         self.books.note("host", sum(group.slab_bytes for group in to_pack if group not in groups))
@@ -292,6 +298,23 @@ class Packing:
                 self.books.note("host", group.slab_bytes)
         self.books.note("pinned", slabs.locked_bytes)
         self.note_refusal(slabs.was_refused)
+
+    def map_unread(self, groups: Sequence[WeightGroup]) -> Mapping[str, torch.Tensor]:
+        """Return weights that the module came without, where they can lie in mappings of their files."""
+        if self.source is None:
+            return {}
+        unread = (slot.spec for group in groups for slot in group.slots if slot.held.is_meta and not slot.is_buffer)
+        mapped = map_own(self.source, unread)
+        self.is_mapped = self.is_mapped or bool(mapped)
+        return mapped
+
+    def refuse_overwritten(self) -> None:
+        """Refuse files that were changed where they are, if the module computes from a mapping of them.
+
+        Raises `InvalidInput`.
+        """
+        if self.is_mapped and self.source is not None:
+            self.source.refuse_overwritten()
 
     def pack_filled(
         self, copies: CopyStream, groups: list[WeightGroup], progress: Callable[[int], None] | None
@@ -373,9 +396,22 @@ class Packing:
                 group.rest_in_file(self.source, share.bounce, written=self.written.names)
             assert isinstance(group.at_rest.store, FileStore)
             self.books.note("host", group.at_rest.store.kept_bytes)
+        self.stream_mapped([group for group in share.groups if isinstance(group.at_rest.store, FileStore)])
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=self.plan.locks_buffers)
+
+    def stream_mapped(self, groups: Sequence[WeightGroup]) -> None:
+        """Let groups that rest in their file stream from a mapping of it, if the plan says so."""
+        mapped: Mapping[str, torch.Tensor] = {}
+        if self.plan.maps_file and self.source is not None:
+            names = {name for group in groups for name in group.at_rest.names_in_file}
+            mapped = map_own(self.source, (s.spec for group in groups for s in group.slots if s.spec.name in names))
+            self.is_mapped = True
+        for group in groups:
+            store = group.at_rest.store
+            assert isinstance(store, FileStore)
+            store.stream_from({name: mapped[name] for name in group.at_rest.names_in_file if name in mapped})
 
     def has_written_encoded(self, group: WeightGroup) -> bool:
         """Whether weights to encode are not what their file has any more: their group rests in RAM as a whole."""

@@ -78,6 +78,8 @@ class Component:
     buffers: tuple[TensorSpec, ...] = ()
     has_file: bool = False
     """Whether weights can be read from files as they are: all but those of ``lacking``."""
+    can_map: bool = False
+    """Whether what the files have can be used where it lies, in a mapping of them."""
     lacking: frozenset[str] = frozenset()
     """The names of the weights that no file has as they are, such as those that a library widened as it loaded them."""
     stored_as: frozenset[tuple[str, str]] = frozenset()
@@ -115,7 +117,7 @@ def component_from_files(
     found = [tensor for header in headers for tensor in header.tensors if tensor.name.startswith(begins)]
     tensors = [spec_from_header(tensor) for tensor in found]
     component = group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
-    return replace(component, has_file=True, from_header=True)
+    return replace(component, has_file=True, can_map=True, from_header=True)
 
 
 def spec_from_header(tensor: TensorHeader) -> TensorSpec:

@@ -261,6 +261,18 @@ class WeightsFile:
         except OSError:
             return True
 
+    def refuse_overwritten(self) -> None:
+        """Refuse a file that was changed where it is, so that a mapping shows that. Raises `InvalidInput`.
+
+        A file in whose place another was put is no error, nor is one that is gone: a mapping has what was mapped.
+        """
+        try:
+            now = FileVersion.at(self.path)
+        except OSError:
+            return
+        if now.inode == self.version.inode:
+            self.check(now)
+
     def check_unchanged(self, file: FileIO) -> None:
         self.check(FileVersion.of(file.fileno()))
 

@@ -6,6 +6,9 @@ Linux tells what is mapped where (``/proc/self/maps``), and of each page whether
 (``/proc/self/pagemap``). So no library has to be asked, and no byte is read. A weight counts if no page of it was
 written to, and if only its module holds it: no other code can miss it when the module holds something in its place.
 Where the system does not tell, nothing counts, and weights are packed into RAM.
+
+A module that came without memory gets such weights, too, where it computes on the CPU (`map_own`): all processes
+have their pages once. Before each pass its files are asked whether they are what they were.
 """
 
 from __future__ import annotations
@@ -27,12 +30,13 @@ from torch import nn
 
 from ..errors import InvalidInput, reason_of
 from ..units import PAGE_BYTES
+from .component import TensorSpec
 from .file_reader import WeightsFile
 from .safetensors_header import TORCH_NAMES, TensorHeader, WeightsHeader, read_header
 from .source import WeightsSource
 from .tensor_holders import count_tensors, find_held_elsewhere
 
-__all__ = ["find_mapped", "find_sources", "map_again", "map_tensors"]
+__all__ = ["find_mapped", "find_sources", "map_again", "map_own", "map_tensors"]
 
 # What an entry of the pagemap says of a page: it is in RAM or swapped out; it is the file's.
 IN_USE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -116,6 +120,17 @@ def map_again(source: WeightsSource, names: Iterable[str]) -> dict[str, torch.Te
         found, _ = map_tensors(file, [stored_name for _, stored_name in tensors])
         mapped.update({name: found[stored_name] for name, stored_name in tensors})
     return mapped
+
+
+def map_own(source: WeightsSource, specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
+    """Return those of some weights that can be used where they lie, in private mappings of their files, by name.
+
+    Reads nothing.
+
+    Raises:
+        InvalidInput: as `map_again`.
+    """
+    return map_again(source, [spec.name for spec in specs if spec.weight_bytes and source.is_mappable(spec)])
 
 
 def map_tensors(file: WeightsFile, names: Sequence[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -185,11 +186,31 @@ class WeightsSource:
         file, tensor = self.files[name]
         return str(file.path), tensor.begin
 
+    def can_map(self, component: Component, lacking: Collection[str]) -> bool:
+        """Whether all weights of a component but the lacking ones can be used where they lie in their files."""
+        return all(self.is_mappable(spec) for spec in weights_of(component) if spec.name not in lacking)
+
+    def is_mappable(self, spec: TensorSpec) -> bool:
+        """Whether a file has a weight to the byte, where its dtype may lie in memory.
+
+        Never on Windows, where nobody could replace a file that is mapped.
+        """
+        found = self.find(spec)
+        stored = torch_dtype(found.dtype) if found is not None else None
+        if sys.platform == "win32" or found is None or stored is None:
+            return False
+        return self.holds_as_it_is(spec) and found.begin % stored.itemsize == 0
+
     def are_replaced(self, names: Iterable[str]) -> bool:
         """Whether the paths of weights lead to other files than those that were read, or to none."""
         return all(
             file.is_replaced() for file in {id(file): file for file, _ in (self.files[name] for name in names)}.values()
         )
+
+    def refuse_overwritten(self) -> None:
+        """Refuse files that were changed where they are since they were mapped. Raises `InvalidInput`."""
+        for file in {id(file): file for file, _ in self.files.values()}.values():
+            file.refuse_overwritten()
 
     def covers(self, component: Component) -> bool:
         """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -161,10 +162,26 @@ class WeightGroup:
         self.at_rest.rest_in_file(source, bounce, self, written=written)
         self.placed.note(self.at_rest.tensors, BlockState.IN_FILE)
 
-    def fill(self, source: WeightsSource | None, progress: Callable[[int], None] | None = None) -> None:
-        """Read weights that the module has on the meta device into memory of their own. ``progress`` as in `pack`."""
+    def fill(
+        self,
+        source: WeightsSource | None,
+        mapped: Mapping[str, torch.Tensor],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Give memory to weights that the module has on the meta device; ``progress`` as in `pack`.
+
+        Args:
+            mapped: those by name that lie in mappings of their files. Their pages are brought into RAM, where all
+                processes share them; the others are read into memory of their own.
+        """
         self.at_rest.remember_on_meta()
-        fill_slots(self.slots, source, add_up(progress))
+        shared = [slot.spec for slot in self.slots if slot.held.is_meta and slot.spec.name in mapped]
+        fill_slots(self.slots, source, add_up(progress), mapped=mapped)
+        if shared:
+            assert source is not None
+            collections.deque(source.warm(spec.name for spec in shared), maxlen=0)
+            if progress is not None:
+                progress(sum(spec.weight_bytes for spec in shared))
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename weights, by their former names: their module has other names for them now."""

@@ -3,6 +3,8 @@
 It is a slab of host memory, or the file that the weights came from. A file costs no RAM while the
 group is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
 the system's cache behind it. What the file has in another form is converted in these buffers (`converted_leaves.py`).
+Where nothing is page-locked and the system has room for the file's pages, what streams is copied from a mapping of the
+file, as it would be from memory of its own.
 What no file has (buffers, weights that were written to) stays in host memory.
 """
 
@@ -119,6 +121,10 @@ class FileStore:
         self.layout = layout
         self.converted = dict(converted)
         self.mapped = dict(mapped)
+        self.streams_mapped = False
+        """Whether blocks are copied from the mapping while no buffers are open."""
+        self.is_cached = False
+        """Whether the system had all of it in its cache once."""
         self.names = list(names)
         self.kept = dict(kept)
         self.source = source
@@ -135,6 +141,15 @@ class FileStore:
         """Call weights by other names, by which the source finds them already."""
         self.names = [name if name is None else names.get(name, name) for name in self.names]
         self.mapped = {names.get(name, name): weight for name, weight in self.mapped.items()}
+
+    def stream_from(self, mapped: Mapping[str, torch.Tensor]) -> None:
+        """Copy to devices from mappings of the file while no buffers are open; through buffers only if there are none.
+
+        Args:
+            mapped: the weights by name. One without bytes need not be there.
+        """
+        self.mapped.update(mapped)
+        self.streams_mapped = bool(mapped)
 
     @property
     def kept_bytes(self) -> int:
@@ -169,6 +184,8 @@ class FileStore:
     ) -> None:
         """Read a part of the slab and queue its copies, window by window; returns when all is read.
 
+        From mappings of the file nothing is read that the system has in its cache, and each leaf is one copy.
+
         A window is what a bounce buffer holds, in the order of the file, wherever that cuts a weight.
 
         ``check`` is called before each window, and every 4 MiB of one or sooner. What it raises stops the reading and
@@ -178,6 +195,9 @@ class FileStore:
             InvalidInput: the file is not what it was, or a weight cannot be encoded.
         """
         end = begin + target.numel()
+        if self.streams_mapped and not self.bounce.buffers:
+            self.copy_mapped(target, begin, end, copies, check)
+            return
         self.measure(begin, end, check)
         if begin == end:
             return  # what has no bytes needs no buffers, and they may not be open
@@ -208,6 +228,32 @@ class FileStore:
                     part = leaf.convert(part, (last - first) // leaf.leaf.itemsize)
                 parts.append((part, target[first - begin : last - begin]))
             self.bounce.queue_copies(parts, was_cached=was_cached)
+
+    def copy_mapped(
+        self, target: torch.Tensor, begin: int, end: int, copies: CopyStream, check: Callable[[], None] | None
+    ) -> None:
+        """Queue the copies of a part of the slab from the leaves in host memory and in mappings of their files."""
+        if not self.is_cached:
+            self.cache(check)
+        for place, name in enumerate(self.names):
+            offset = self.layout.offsets[place]
+            first, last = max(begin, offset), min(end, self.layout.end_of(place))
+            if first < last:
+                leaf = self.kept[place] if name is None else self.mapped[name]
+                own = self.layout.forms[place].bytes_of(leaf.detach())[first - offset : last - offset]
+                copies.copy(target[first - begin : last - begin], own)
+
+    def cache(self, check: Callable[[], None] | None) -> None:
+        """Read what rests in the file into the system's cache, faster than the pages come when they are touched."""
+        names = [name for name in self.names if name is not None]
+        try:
+            for _ in self.source.warm(names):
+                if check is not None:
+                    check()
+        except InvalidInput:
+            if not self.source.are_replaced(names):
+                raise
+        self.is_cached = True
 
     def room_bytes(self, place: int, num_bytes: int) -> int:
         """Return what some bytes of a leaf take of a buffer while they are read."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -244,9 +245,19 @@ def differs_from_file(slot: ParameterSlot, source: WeightsSource) -> bool:
 
 
 def fill_slots(
-    slots: Sequence[ParameterSlot], source: WeightsSource | None, progress: Callable[[int], None] | None = None
+    slots: Sequence[ParameterSlot],
+    source: WeightsSource | None,
+    progress: Callable[[int], None] | None = None,
+    *,
+    mapped: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Give memory to those that the module has on the meta device, with what the files have of them."""
+    """Give memory to those that the module has on the meta device, with what the files have of them.
+
+    ``mapped``: weights by name in mappings of their files, which are not read.
+    """
+    for slot in slots:
+        if slot.held.is_meta and slot.spec.name in mapped:
+            repoint(slot, [mapped[slot.spec.name]])
     on_meta = [slot for slot in slots if slot.held.is_meta]
     for slot, weight in zip(on_meta, read_weights(on_meta, source, progress=progress), strict=True):
         repoint(slot, [weight])

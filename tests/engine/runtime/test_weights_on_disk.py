@@ -45,19 +45,22 @@ def files(toys, tmp_path):
 @pytest.fixture
 def fail_third(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
     """Return a context manager in which the third reading from files fails."""
-    read_into = WeightsSource.read_into
 
     @contextmanager
     def failing() -> Iterator[None]:
         calls = itertools.count(1)
 
-        def fail(self, *args, **options) -> None:
-            if next(calls) == 3:
-                raise InvalidInput("the disk is gone")
-            read_into(self, *args, **options)
+        def failing_third(read: Callable[..., object]) -> Callable[..., object]:
+            def fail(self, *args, **options) -> object:
+                if next(calls) == 3:
+                    raise InvalidInput("the disk is gone")
+                return read(self, *args, **options)
+
+            return fail
 
         with monkeypatch.context() as patch, pytest.raises(InvalidInput, match="the disk is gone"):
-            patch.setattr(WeightsSource, "read_into", fail)
+            for name in ("read_into", "warm"):  # into memory, or into the system's cache
+                patch.setattr(WeightsSource, name, failing_third(getattr(WeightsSource, name)))
             yield
 
     return failing

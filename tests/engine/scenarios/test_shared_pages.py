@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def read_rollup():
 def make():
     return nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}, bias=False) for _ in range({NUM_LAYERS})))
 
-path, place, how = sys.argv[1:]
+path, place, how, profile = sys.argv[1:]
 torch.set_num_threads(1)
 if place != "cpu":
     simdevice.install(num_devices=1)
@@ -51,7 +52,7 @@ else:
     model = load_model(path, make)
 gc.collect()
 before = read_rollup()
-with torch.no_grad(), manage({{"net": model}}, placement=place) as managed:
+with torch.no_grad(), manage({{"net": model}}, profile, placement=place) as managed:
     total = float(model(torch.ones(1, {WIDTH})).double().sum().cpu())
     gc.collect()
     print(json.dumps({{"total": total, "device": managed.plan["net"].device_bytes}}), flush=True)
@@ -81,8 +82,8 @@ class Process:
 
 
 @contextmanager
-def loading(path: Path, place: str, how: str) -> Iterator[Process]:
-    arguments = [sys.executable, "-c", LOADER, str(path), place, how]
+def loading(path: Path, place: str, how: str, profile: str = "auto") -> Iterator[Process]:
+    arguments = [sys.executable, "-c", LOADER, str(path), place, how, profile]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Process(process)
@@ -96,19 +97,38 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
     weights = {f"{n}.weight": torch.rand(WIDTH, WIDTH, generator=generator) / WIDTH for n in range(NUM_LAYERS)}
     save_file(weights, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # until then its pages count as dirty, and as private to who maps them alone
     return path
 
 
-def test_four_processes_that_compute_on_the_cpu_have_the_weights_once(path: Path) -> None:
-    how = "mapped by another library"
+@pytest.mark.parametrize("how", ["load_model", "mapped by another library"])
+@pytest.mark.parametrize(
+    ("place", "profile"), [("cpu", "auto"), ("gpu:0", "40MiB,pinned=none")], ids=["on the CPU", "streamed"]
+)
+def test_four_processes_have_the_weights_once(path: Path, how: str, place: str, profile: str) -> None:
+    """Where nothing is page-locked. What a process has of a simulated device is no RAM."""
+
+    def measure(process: Process) -> int:
+        return process.measure()["pss"] - process.loaded["device"].get("gpu:0", 0)
+
     with ExitStack() as stack:
-        processes = [stack.enter_context(loading(path, "cpu", how))]
-        alone = processes[0].measure()["pss"]
-        processes += [stack.enter_context(loading(path, "cpu", how)) for _ in range(3)]
+        processes = [stack.enter_context(loading(path, place, how, profile))]
+        alone = measure(processes[0])
+        processes += [stack.enter_context(loading(path, place, how, profile)) for _ in range(3)]
         assert len({process.loaded["total"] for process in processes}) == 1
-        together = sum(process.measure()["pss"] for process in processes)
+        together = sum(map(measure, processes))
     assert alone > 0.9 * WEIGHT_BYTES, "it has all of them"
     assert together <= 1.2 * alone
+
+
+@pytest.mark.parametrize("how", ["load_model", "mapped by another library"])
+def test_what_streams_without_page_locked_memory_has_no_copy_of_its_own(path: Path, how: str) -> None:
+    """What it reads at first goes through two buffers, each of a layer here, and comes from a mapping after that."""
+    with loading(path, "gpu:0", how, "40MiB,pinned=none") as process:
+        on_device = process.loaded["device"]["gpu:0"]
+        assert on_device <= 40 * MIB
+        assert process.measure()["private"] - on_device <= 2 * WEIGHT_BYTES // NUM_LAYERS + 16 * MIB
 
 
 @pytest.mark.parametrize("how", ["load_model", "mapped by another library"])
