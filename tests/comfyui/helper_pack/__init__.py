@@ -26,6 +26,7 @@ import torch
 from aiohttp import web
 from server import PromptServer
 
+from .deeds import TestDeeds
 from .gguf_like import TestGGUFModel, TestGGUFText
 from .lifeline import end_with_standard_input
 from .nunchaku_like import TestNunchakuModel
@@ -591,6 +592,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "frame_cache" / "__init
 NODE_CLASS_MAPPINGS = {
     **runpy.run_path(str(EXAMPLE))["NODE_CLASS_MAPPINGS"],
     "TestConditioning": TestConditioning,
+    "TestDeeds": TestDeeds,
     "TestFlip": TestFlip,
     "TestForeign": TestForeign,
     "TestFree": TestFree,
