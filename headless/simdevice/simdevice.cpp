@@ -252,6 +252,10 @@ struct Allocation {
   std::vector<Access> accesses;
 };
 
+// Held while bytes of a deferred copy are moved. The copy engine holds no other lock meanwhile, as a card needs none of
+// its host's; who holds `state_mutex` may ask for this one, never the other way around.
+std::mutex moving_mutex;
+
 struct DeferredCopy {
   int64_t operation;
   std::shared_ptr<Memory> source_memory, destination_memory;
@@ -261,6 +265,11 @@ struct DeferredCopy {
   size_t num_moved = 0;  // by the copy engine
 
   void move(size_t most) {
+    const std::lock_guard<std::mutex> alone(moving_mutex);
+    move_alone(most);
+  }
+
+  void move_alone(size_t most) {
     const size_t count = std::min(most, num_bytes - num_moved);
     std::memcpy(destination + num_moved, source + num_moved, count);
     num_moved += count;
@@ -747,17 +756,28 @@ void run_deferred_in(const char* begin, const char* end) {
     }
 }
 
-// Move up to so many bytes of the first deferred copy there is; return how many are left of all.
+// Move up to so many bytes of the first deferred copy there is; return how many are left of all. One thread at a time.
 int64_t move_deferred(int64_t most) {
+  std::unique_lock<std::mutex> moving(moving_mutex, std::defer_lock);
+  DeferredCopy* first = nullptr;  // stays where it is: nobody takes it off its stream before it is moved
+  if (most) {
+    Lock lock(state_mutex);
+    for (auto& device : sim.devices)
+      for (auto& stream : device.streams)
+        if (!first && !stream.deferred.empty()) first = &stream.deferred.front();
+    if (first) moving.lock();
+  }
+  if (first) {
+    first->move_alone(most);
+    moving.unlock();
+  }
   Lock lock(state_mutex);
+  const std::lock_guard<std::mutex> alone(moving_mutex);
   int64_t left = 0;
   for (auto& device : sim.devices)
     for (auto& stream : device.streams) {
-      if (most && !stream.deferred.empty()) {
-        DeferredCopy& copy = stream.deferred.front();
-        copy.move(most), most = 0;
-        if (copy.num_moved == copy.num_bytes) stream.deferred.pop_front();
-      }
+      while (!stream.deferred.empty() && stream.deferred.front().num_moved == stream.deferred.front().num_bytes)
+        stream.deferred.pop_front();
       for (const DeferredCopy& copy : stream.deferred) left += copy.num_bytes - copy.num_moved;
     }
   return left;

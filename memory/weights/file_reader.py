@@ -375,7 +375,10 @@ def advise(file: FileIO, advice: str, begin: int, num_bytes: int) -> None:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    own = tensor.detach()
+    if own.dtype is not torch.uint8 or own.dim() != 1:
+        own = own.reshape(-1).view(torch.uint8)
+    return own.numpy().data
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
