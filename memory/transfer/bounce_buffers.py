@@ -12,11 +12,10 @@ from ..weights.source import WeightsSource
 from .copy_stream import CopyStream
 from .pinned_memory import Slabs, count_slabs
 
-__all__ = ["BounceBuffers", "allocate_slabs"]
+__all__ = ["BounceBuffers", "WindowCopies", "allocate_slabs"]
 
-# How much of a buffer each reading thread fills at a time from a file that is in RAM. What was read should still be in
-# the processor's caches when it is copied: on two cores, where one thread reads, a load takes half as long again with
-# 64 MiB at a time.
+# How much of a buffer each reading thread fills at a time from a file that is in RAM, where what was read is converted
+# before it is copied: it should still be in the processor's caches then.
 CACHED_BYTES = 4 * MIB
 
 
@@ -52,8 +51,13 @@ class BounceBuffers:
 
     @property
     def buffer_bytes(self) -> int:
-        """How many bytes of the next buffer to fill."""
-        num_bytes = self.buffers[0].numel()
+        """How many bytes each buffer has."""
+        return self.buffers[0].numel()
+
+    @property
+    def convertible_bytes(self) -> int:
+        """How many bytes of the next buffer to fill where they are converted there."""
+        num_bytes = self.buffer_bytes
         return min(num_bytes, count_cached_threads() * CACHED_BYTES) if self.was_cached else num_bytes
 
     def fill_from(self, source: WeightsSource) -> None:
@@ -87,15 +91,49 @@ class BounceBuffers:
         self.done[self.turn].synchronize()
         return self.buffers[self.turn]
 
-    def queue_copies(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], *, was_cached: bool) -> None:
-        """Queue copies from parts of the buffer that was taken last, each to its target.
-
-        ``was_cached``: they were read from a file that was in RAM.
-        """
-        self.was_cached = was_cached
+    def queue_copies(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue copies from parts of the buffer that was taken last, each to its target; more may follow."""
         for source, target in parts:
             self.copies.copy(target, source)
         self.copies.mark_ready(self.done[self.turn])
+
+    def note_cached(self, was_cached: bool) -> None:
+        """Note whether what was read last was in RAM."""
+        self.was_cached = was_cached
+
+
+class WindowCopies:
+    """Queues the copies of a buffer that is being filled, as its bytes come.
+
+    They leave the processor's caches for the device then, and the device waits for no more than the first of them.
+
+    Args:
+        parts: each part of the buffer and its target, in the order in which they are filled.
+    """
+
+    def __init__(self, bounce: BounceBuffers, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.bounce = bounce
+        self.parts = parts
+        self.left = list(reversed(parts))
+        self.num_queued = 0
+
+    def follow(self, num_filled: int) -> None:
+        """Queue the copies of so many bytes from the first part on, as far as they are not queued."""
+        coming = []
+        while self.num_queued < num_filled:
+            part, target = self.left.pop()
+            num_bytes = min(part.numel(), num_filled - self.num_queued)
+            if num_bytes < part.numel():
+                self.left.append((part[num_bytes:], target[num_bytes:]))
+            coming.append((part[:num_bytes], target[:num_bytes]))
+            self.num_queued += num_bytes
+        if coming:
+            self.bounce.queue_copies(coming)
+
+    def restart(self) -> None:
+        """Wait for the copies so far; the buffer may be filled anew then."""
+        self.bounce.copies.wait()
+        self.left, self.num_queued = list(reversed(self.parts)), 0
 
 
 def allocate_slabs(sizes: Sequence[int], *, pinned_bytes: int, streams: Sequence[CopyStream]) -> Slabs:

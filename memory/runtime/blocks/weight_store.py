@@ -11,11 +11,12 @@ What no file has (buffers, weights that were written to) stays in host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from ...errors import InvalidInput
-from ...transfer.bounce_buffers import BounceBuffers
+from ...transfer.bounce_buffers import BounceBuffers, WindowCopies
 from ...transfer.copy_stream import CopyStream
 from ...transfer.pinned_memory import HostSlab
 from ...transfer.slabs import SlabLayout
@@ -26,6 +27,9 @@ from .block_state import BlockState
 from .converted_leaves import ConvertedLeaf
 
 __all__ = ["FileStore", "HostStore", "SharedStore"]
+
+Piece: TypeAlias = tuple[int, int, int, int]
+"""The place of a leaf, between which bytes of the slab, and where it is read in the buffer."""
 
 # How many views of a slab, or of a staging slot, are kept.
 MOST_PARTS = 16
@@ -205,29 +209,81 @@ class FileStore:
             if check is not None:
                 check()
             buffer = self.bounce.take()
-            to_read: list[Target] = []
-            for place, first, last, room in window:
-                part, offset = buffer[room : room + self.room_bytes(place, last - first)], self.layout.offsets[place]
-                name, leaf = self.names[place], self.converted.get(place)
-                if name is None:
-                    part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
-                elif leaf is None:
-                    to_read.append((name, part, first - offset))
-                else:
-                    before, num_elements = (
-                        (at - offset) // leaf.leaf.itemsize for at in (first, last + offset - first)
-                    )
-                    to_read.append((name, leaf.read_part(part, num_elements), before * leaf.stored.itemsize))
-            was_cached = self.read(to_read, check)
-            parts = []
-            for place, first, last, room in window:
-                part, leaf = buffer[room : room + self.room_bytes(place, last - first)], self.converted.get(place)
-                if leaf is not None:
-                    if not leaf.is_measured:
-                        leaf.measure([part])
-                    part = leaf.convert(part, (last - first) // leaf.leaf.itemsize)
-                parts.append((part, target[first - begin : last - begin]))
-            self.bounce.queue_copies(parts, was_cached=was_cached)
+            if self.converted:
+                self.convert_window(window, buffer, target, begin, check)
+            else:
+                self.read_window(window, buffer, target, begin, check)
+
+    def read_window(
+        self,
+        window: Sequence[Piece],
+        buffer: torch.Tensor,
+        target: torch.Tensor,
+        begin: int,
+        check: Callable[[], None] | None,
+    ) -> None:
+        """Read a window into a buffer, and queue the copies of what has come while the rest is read."""
+        parts = [
+            (buffer[room : room + last - first], target[first - begin : last - begin])
+            for _, first, last, room in window
+        ]
+        to_read: list[Target] = []
+        num_kept = 0
+        for (place, first, last, _), (part, _) in zip(window, parts, strict=True):
+            name, offset = self.names[place], self.layout.offsets[place]
+            if name is None:
+                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
+                num_kept += last - first
+            else:
+                to_read.append((name, part, first - offset))
+        pieces = WindowCopies(self.bounce, parts)
+        pieces.follow(num_kept)
+
+        def follow(num_read: int) -> None:
+            if check is not None:
+                check()
+            pieces.follow(num_kept + num_read)
+
+        try:
+            self.source.read_into(to_read, progress=follow, drop_pages=True)
+        except InvalidInput as error:
+            pieces.restart()
+            self.read_mapped(to_read, error)
+        pieces.follow(sum(part.numel() for part, _ in parts))
+
+    def convert_window(
+        self,
+        window: Sequence[Piece],
+        buffer: torch.Tensor,
+        target: torch.Tensor,
+        begin: int,
+        check: Callable[[], None] | None,
+    ) -> None:
+        """Read a window, convert what the file has in another form, and queue the copies."""
+        to_read: list[Target] = []
+        for place, first, last, room in window:
+            part, offset = buffer[room : room + self.room_bytes(place, last - first)], self.layout.offsets[place]
+            name, leaf = self.names[place], self.converted.get(place)
+            if name is None:
+                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
+            elif leaf is None:
+                to_read.append((name, part, first - offset))
+            else:
+                before, num_elements = (
+                    (at - offset) // leaf.leaf.itemsize for at in (first, last + offset - first)
+                )
+                to_read.append((name, leaf.read_part(part, num_elements), before * leaf.stored.itemsize))
+        was_cached = self.read(to_read, check)
+        parts = []
+        for place, first, last, room in window:
+            part, leaf = buffer[room : room + self.room_bytes(place, last - first)], self.converted.get(place)
+            if leaf is not None:
+                if not leaf.is_measured:
+                    leaf.measure([part])
+                part = leaf.convert(part, (last - first) // leaf.leaf.itemsize)
+            parts.append((part, target[first - begin : last - begin]))
+        self.bounce.note_cached(was_cached)
+        self.bounce.queue_copies(parts)
 
     def copy_mapped(
         self, target: torch.Tensor, begin: int, end: int, copies: CopyStream, check: Callable[[], None] | None
@@ -300,18 +356,30 @@ class FileStore:
             InvalidInput: the file is not what it was.
         """
         progress = None if check is None else lambda num_done: check()
-        names = [target[0] for target in targets]
         try:
             return self.source.read_into(targets, progress=progress, drop_pages=True)
-        except InvalidInput:
-            # Of a file that was overwritten where it is the mapping shows what is there now, or nothing.
-            if not self.mapped.keys() >= set(names) or not self.source.are_replaced(names):
-                raise
+        except InvalidInput as error:
+            self.read_mapped(targets, error)
+        return False
+
+    def read_mapped(self, targets: Sequence[Target], error: InvalidInput) -> None:
+        """Fill memory from the mapping that the module came with, where another file is in the place of its own.
+
+        Raises the error that reading the file ended in where there is no such mapping. Of a file that was overwritten
+        where it is, it would show what is there now, or nothing.
+        """
+        names = [target[0] for target in targets]
+        if not self.mapped.keys() >= set(names) or not self.source.are_replaced(names):
+            raise error
         for name, memory, *offset in targets:
             begin = offset[0] if offset else 0
             own = self.mapped[name].detach().reshape(-1).view(torch.uint8)[begin : begin + memory.nbytes]
             memory.reshape(-1).view(torch.uint8).copy_(own)
-        return False
+
+    @property
+    def window_bytes(self) -> int:
+        """How many bytes of the next buffer are filled."""
+        return self.bounce.convertible_bytes if self.converted else self.bounce.buffer_bytes
 
     def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int, int]]]:
         """Yield what fits a bounce buffer: places of leaves, the bytes of each, and where it is read in the buffer.
@@ -319,7 +387,7 @@ class FileStore:
         Between two bytes of the slab. A leaf that is measured in its window is not cut.
         """
         window: list[tuple[int, int, int, int]] = []
-        filled, most = 0, self.bounce.buffer_bytes
+        filled, most = 0, self.window_bytes
         for place in self.places_in_file:
             first, last = max(begin, self.layout.offsets[place]), min(end, self.layout.end_of(place))
             leaf = self.converted.get(place)
@@ -336,7 +404,7 @@ class FileStore:
                     first += num_bytes
                 if not num_bytes or filled >= most:
                     yield window
-                    window, filled, most = [], 0, self.bounce.buffer_bytes
+                    window, filled, most = [], 0, self.window_bytes
         if window:
             yield window
 
