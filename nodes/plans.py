@@ -106,4 +106,5 @@ def describe(paths: Sequence[Path], name: str) -> Component:
         module = load_model(list(paths), ignore_unexpected=True)
     except InvalidInput:  # another model's config, or names that its library translates: the plan says what is missing
         return header
-    return replace(component_from_module(module, name=name, kind=header.kind), has_file=True, can_map=True)
+    described = component_from_module(module, name=name, kind=header.kind)
+    return replace(described, has_file=True, can_map=header.can_map)

@@ -22,9 +22,9 @@
 // is still being read is invisible to this (the reader has run already); the order book reports it.
 //
 // [Note: copy engine]
-// For measurements in wall time, a thread may move deferred copies meanwhile, piece by piece, as a
-// card fetches its bytes while the host does something else. Nothing is poisoned then: that would be a write by the
-// host, as slow as the copy. The books are the same with and without it. A copy from pageable memory then passes through
+// For measurements in wall time, a thread may move deferred copies meanwhile, piece by piece, as a card fetches its bytes
+// while the host does something else: it holds `moving_mutex` then, not the state's lock. Nothing is poisoned: that would
+// be a write by the host, as slow as the copy. The books are the same with and without it. A copy from pageable memory then passes through
 // two pinned buffers, from which the thread moves it, as a driver does (CUDA driver API, "API synchronization behavior":
 // the bytes are staged first, then moved to the device).
 //
@@ -58,7 +58,7 @@
 // included.
 //
 // [Note: one lock, and never the GIL under it]
-// `state_mutex` guards all of this file's state. A thread may hold the GIL when it asks for the mutex, so
+// `state_mutex` guards all of this file's state but the bytes that a deferred copy has moved. A thread may hold the GIL when it asks for the mutex, so
 // nothing may ask for the GIL while holding it: under the lock there is arithmetic, memcpy, and the release of
 // `Memory`, which no Python object can own. Operators and tensor destructors run outside.
 
@@ -756,10 +756,11 @@ void run_deferred_in(const char* begin, const char* end) {
     }
 }
 
-// Move up to so many bytes of the first deferred copy there is; return how many are left of all. One thread at a time.
+// Move up to so many bytes of the first deferred copy there is; return how many are left of all. For one thread only: a
+// second one would wait with the state's lock.
 int64_t move_deferred(int64_t most) {
   std::unique_lock<std::mutex> moving(moving_mutex, std::defer_lock);
-  DeferredCopy* first = nullptr;  // stays where it is: nobody takes it off its stream before it is moved
+  DeferredCopy* first = nullptr;  // stays where it is while it is moved: who takes it off its stream moves it, too
   if (most) {
     Lock lock(state_mutex);
     for (auto& device : sim.devices)

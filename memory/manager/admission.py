@@ -331,11 +331,14 @@ class Admission:
         if member.leases:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
         held = self.ledger.held(member.id, device.name)
-        if not allow_unrunnable:
-            num_bytes = min(num_bytes, held - self.capacity.lasting_bytes(device.name, member.id))
-        if num_bytes > 0:
-            member.note_evicted(is_counted=self.capacity.counts_as_loaded(member))
-            member.managed.shrink(device.name, num_bytes)
+        lasting = 0 if allow_unrunnable else self.capacity.lasting_bytes(device.name, member.id)
+        num_bytes = min(num_bytes, held - lasting)
+        if num_bytes <= 0:
+            return 0
+        member.note_evicted(counts_as_loaded=self.capacity.counts_as_loaded(member))
+        freed = member.managed.shrink(device.name, num_bytes, lasting)
+        if freed < num_bytes and lasting:
+            self.stream_more(member, device, held - num_bytes)
         left = self.ledger.held(member.id, device.name)
         freed = held - left
         rate = self.capacity.reloads.of(member, device.name)
@@ -352,3 +355,12 @@ class Admission:
         self.measures.sample()
         self.capacity.outdate_plans()
         return freed
+
+    def stream_more(self, member: Member, device: Device, ceiling: int) -> None:
+        """Bring a hosted component to a form of ``ceiling`` bytes, or its least: its staging memory shrinks, too."""
+        try:
+            plan = self.capacity.replan(member, computable(member, {device.name: ceiling}), evicts=False)
+        except (DoesNotFit, InvalidInput):
+            return  # it is planned when it is entered
+        member.managed.load(plan)
+        member.note_planned(-1)

@@ -95,6 +95,7 @@ class Hosting:
         """
         with self.lock.exclusive():
             self.leases.touch(member)
+            member.note_unload()  # should this fail
             self.leases.admit(member, ceilings)
 
     def unload(self, member: Member) -> None:

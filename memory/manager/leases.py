@@ -148,7 +148,6 @@ class Leases:
             self.idle.unload_used(member.id, moves_hosted=False)
         if member.look is not None:
             member.look()
-        member.managed.packing.refuse_overwritten()
         if not member.managed.changes.is_steady():
             with host_recordings.paused():
                 self.look_closely(member)
@@ -171,12 +170,15 @@ class Leases:
                 admission.clear_left_free(member)
         if size is not None:
             member.settled.add(size)
+        if managed.forwards.check_files is not None:
+            managed.forwards.check_files()
         managed.changes.begin_loans()
 
     def resume(self, member: Member, size: Size | None) -> None:
         """Bring a hosted component, of which blocks were evicted, to a form in which it computes in what it has left.
 
-        Where not even its least form fits, its host computes with it layer by layer, as with its own models.
+        Others are evicted if it needs more than it has left. Where not even its least form fits, its host computes with
+        it layer by layer, as with its own models. Raises `torch.OutOfMemoryError` as `admit`.
         """
         held = self.admission.held_by(member)
         try:

@@ -333,9 +333,9 @@ class Member:
         self.ahead_bytes += num_bytes
         self.hidden_s += seconds
 
-    def note_evicted(self, *, is_counted: bool) -> None:
-        """Note that blocks of it leave a device. ``is_counted``: its host counts it as loaded."""
-        self.was_evicted = is_counted
+    def note_evicted(self, *, counts_as_loaded: bool) -> None:
+        """Note that blocks of it leave a device. ``counts_as_loaded``: its host may enter it without loading it."""
+        self.was_evicted = counts_as_loaded
 
     def note_unload(self) -> None:
         """Note that its host does not count it as loaded any more."""

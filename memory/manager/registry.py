@@ -286,6 +286,7 @@ class Registry:
         """As `replace`, for members that are ready for it; ``keeps_choices``: these are not new ones of the user's."""
         members = sorted(members, key=lambda member: member.rank)
         for member in members:
+            member.managed.packing.mapped.refuse_overwritten()
             member.managed.describe_anew()
         ids = {member.name: member.id for member in members}
         modules = {member.name: member.managed.module for member in members}

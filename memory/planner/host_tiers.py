@@ -26,7 +26,7 @@ from .device_plan import DevicePlan
 from .form_choice import explain_reading
 from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
-__all__ = ["StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned", "whose"]
+__all__ = ["NOT_AHEAD", "StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned", "whose"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
@@ -58,7 +58,7 @@ class StoreSpec:
     takes_ram_to_stream: bool = False
     """Whether what rests in its file gets room in RAM as soon as it streams."""
     maps_file: bool = False
-    """Whether what rests in its file streams from a mapping of it, whose pages the system keeps in RAM."""
+    """Whether what rests in its file streams from a mapping of it, while RAM has room for its pages."""
     file_bytes: int = 0
     """The bytes of these."""
     pinned: frozenset[str] = frozenset()
@@ -308,7 +308,7 @@ def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: O
     """Return the component with its final tier, and why not all its weights or buffers are page-locked."""
     if part.in_file:
         part = replace(part, reasons=(*part.reasons, *explain_reading(part.component, part.forms, part.in_file)))
-    if part.in_file and not part.locks_buffers:
+    if part.in_file and not part.locks_buffers and not part.maps_file:
         part = replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier not in (None, "pinned"):
         return part

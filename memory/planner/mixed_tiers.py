@@ -23,7 +23,7 @@ from ..units import MIB, format_bytes
 from ..weights.form_numbers import rests_of
 from .capacity import Machine
 from .form_choice import choose_forms
-from .host_tiers import StoreSpec, explain_lacking, may_be_pinned, whose, why_unavailable
+from .host_tiers import NOT_AHEAD, StoreSpec, explain_lacking, may_be_pinned, whose, why_unavailable
 from .sizes import Sizes
 
 __all__ = ["share_ram"]
@@ -106,10 +106,10 @@ def explain_copy(part: StoreSpec) -> StoreSpec:
 
 
 def find_staying(part: StoreSpec, *, streams_too: bool) -> frozenset[str]:
-    """Return what needs no copy in RAM, by name: its file has it as it is, and it is resident while it computes.
+    """Return what needs no copy in RAM, by name: its file has it as it is, and it does not stream.
 
     Args:
-        streams_too: what streams needs none either.
+        streams_too: what streams counts, too.
     """
     if part.unread_bytes < LEAST_SPARED_BYTES:
         return frozenset()
@@ -183,7 +183,7 @@ def explain_staying(
     what = "stays" if in_file.tier == "disk" else f"{format_bytes(in_file.file_bytes)} of it stay"
     why = "resident while it computes, with no need for a copy in RAM"
     if is_paged and any(share.streamed for share in part.shares):
-        why = f"profile {profile.name} page-locks {whose(profile)}, and the system keeps the file's pages in RAM"
+        why = f"profile {profile.name} page-locks {whose(profile)}, and RAM has room for the file's pages; {NOT_AHEAD}"
     return (f"{what} in its file: {why}", *explain_lacking(part))
 
 

@@ -43,7 +43,7 @@ class ComponentPlan:
     takes_ram_to_stream: bool = False
     """Whether these get room in RAM as soon as they stream."""
     maps_file: bool = False
-    """Whether these stream from a mapping of their file, whose pages the system keeps in RAM."""
+    """Whether these stream from a mapping of their file, while RAM has room for its pages."""
     locks_buffers: bool = False
     """Whether the buffers through which its file is read are page-locked."""
     oversize_bytes: int = 0

@@ -79,7 +79,7 @@ def rest_to_stream(
 ) -> tuple[frozenset[str], frozenset[str]]:
     """Return what rests in its file and what is page-locked, by name, of the blocks of a plan once they stream."""
     if plan.maps_file:
-        return frozenset(), plan.pinned
+        return frozenset() if plan.file_bytes <= machine.host_bytes else plan.in_file, plan.pinned
     if not plan.takes_ram_to_stream or plan.file_bytes > machine.host_bytes:
         return plan.in_file, plan.pinned
     locks = may_lock(plan, profile) and plan.file_bytes <= machine.lockable_bytes

@@ -37,6 +37,7 @@ from .forwards.hooked_modules import HookedModules, block_modules, modules_holdi
 from .forwards.module_caches import ModuleCaches
 from .holders import attached
 from .host_books import count_host_bytes
+from .mapped_weights import MappedWeights
 from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
 from .taken_ram import take_ram
@@ -226,6 +227,7 @@ class ManagedComponent:
             for group in self.groups:
                 group.read_with(self.read_group, partial(self.manager.note_read, is_written=True))
             self.plan = self.as_locked(self.plan)
+            self.forwards.check_with(self.packing.mapped.check)
             if self.guards_state:
                 self.changes.begin(self.packing)
                 self.answers = DeviceAnswers(self.module, self.device_of, is_inside=self.forwards.is_entered)
@@ -313,6 +315,9 @@ class ManagedComponent:
         if self.guards_state and (self.plan.forms or self.plan.in_file):
             rests = rests_of(self.plan.forms) or ("in its file" if self.plan.tier == "disk" else "in part in its file")
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
+        if self.packing.mapped.check is not None:
+            check = partial(check_files, self.packing.mapped)
+            self.handles.append(self.module.register_state_dict_pre_hook(check))  # type: ignore[no-untyped-call]
         modules = self.find_hooked_modules()
         self.forwards.take_modules(modules if self.guards_state else replace(modules, inner=frozenset()))
         self.hooks.lead_to(self.forwards, owner=self.owner, root=self.module)
@@ -452,12 +457,15 @@ class ManagedComponent:
         self.forwards.note_loaded(is_timed=plan.streams)
         return queued
 
-    def shrink(self, device: str, num_bytes: int) -> int:
-        """Give back at least so many bytes of one device if they are there; returns them."""
+    def shrink(self, device: str, num_bytes: int, lasting_bytes: int = 0) -> int:
+        """Give back at least so many bytes of one device if they are there; returns them.
+
+        With ``lasting_bytes`` only blocks are given back, and so many bytes stay.
+        """
         self.changes.put_back()
         self.forwards.note_unloaded()
         views = self.places.resident_views()
-        freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
+        freed = sum(share.shrink(num_bytes, lasting_bytes) for share in self.shares if share.device.name == device)
         self.places.replace_evicted(views)
         return freed
 
@@ -470,6 +478,11 @@ class ManagedComponent:
         freed = sum(share.unload() for share in self.shares)
         self.places.replace_evicted(views)
         return freed
+
+
+def check_files(mapped: MappedWeights, *_: object) -> None:
+    """Before a state dict is made: refuse files that were changed where they are."""
+    mapped.refuse_overwritten()
 
 
 def answer_of(forwards: Forwards, device: torch.device) -> Asked:

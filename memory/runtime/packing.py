@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
@@ -18,7 +16,6 @@ from ..transfer.copy_stream import CopyStream
 from ..transfer.pinned_memory import ArenaLock, HostSlab
 from ..units import PAGE_BYTES
 from ..weights.component import Component
-from ..weights.mapped_files import map_own
 from ..weights.source import WeightsSource
 from .blocks.added_layers import return_to_host
 from .blocks.bundle import Bundle
@@ -32,6 +29,7 @@ from .common_slabs import CommonSlabs, is_paid_elsewhere
 from .devices.device_share import DeviceShare
 from .devices.ledger import Ledger
 from .host_books import HostBooks, count_host_bytes
+from .mapped_weights import MappedWeights
 from .tensors.parameter_slots import ParameterSlot
 
 __all__ = ["Ending", "Packing"]
@@ -92,8 +90,7 @@ class Packing:
         """Whether the module's weights lie where they were found."""
         self.goes_bare: bool | None = None
         """Whether at the end what came without memory goes so: its files have it as it is. None before the end."""
-        self.is_mapped: bool = after is not None and after.is_mapped
-        """Whether weights that came without memory got it in mappings of their files."""
+        self.mapped: MappedWeights = MappedWeights(source, after.mapped if after is not None else None)
         self.came_on_meta = frozenset(
             slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta
         )
@@ -202,6 +199,7 @@ class Packing:
         finally:
             self.origins, self.filled, self.proven = {}, (), None
             self.common.start_from({})
+        self.mapped.settle(self.groups)
         self.written.end_doubts(group for group in self.groups if group.name in self.plan.in_file)
         self.left.clear()
         self.books.charge_all()
@@ -273,7 +271,7 @@ class Packing:
         if share.copies is None:  # others compute in place, in the memory they came in
             groups = [group for group in to_pack if group.encoded]
             in_place = [group for group in to_pack if group not in groups]
-            mapped = self.map_unread(in_place)
+            mapped = self.mapped.for_slots(in_place)
             for group in in_place:
                 group.fill(self.source, mapped, progress)
         else:
@@ -298,23 +296,6 @@ class Packing:
                 self.books.note("host", group.slab_bytes)
         self.books.note("pinned", slabs.locked_bytes)
         self.note_refusal(slabs.was_refused)
-
-    def map_unread(self, groups: Sequence[WeightGroup]) -> Mapping[str, torch.Tensor]:
-        """Return weights that the module came without, where they can lie in mappings of their files."""
-        if self.source is None:
-            return {}
-        unread = (slot.spec for group in groups for slot in group.slots if slot.held.is_meta and not slot.is_buffer)
-        mapped = map_own(self.source, unread)
-        self.is_mapped = self.is_mapped or bool(mapped)
-        return mapped
-
-    def refuse_overwritten(self) -> None:
-        """Refuse files that were changed where they are, if the module computes from a mapping of them.
-
-        Raises `InvalidInput`.
-        """
-        if self.is_mapped and self.source is not None:
-            self.source.refuse_overwritten()
 
     def pack_filled(
         self, copies: CopyStream, groups: list[WeightGroup], progress: Callable[[int], None] | None
@@ -384,6 +365,7 @@ class Packing:
             group.rename(names)
         self.came_on_meta = renamed(self.came_on_meta, names)
         self.written.rename(names)
+        self.mapped.rename(names)
 
     def leave_in_file(self, share: DeviceShare) -> None:
         """Leave in their file what the plan wants there of a share; it reaches the device through bounce buffers."""
@@ -396,22 +378,11 @@ class Packing:
                 group.rest_in_file(self.source, share.bounce, written=self.written.names)
             assert isinstance(group.at_rest.store, FileStore)
             self.books.note("host", group.at_rest.store.kept_bytes)
-        self.stream_mapped([group for group in share.groups if isinstance(group.at_rest.store, FileStore)])
+        in_file = [group for group in share.groups if isinstance(group.at_rest.store, FileStore)]
+        self.mapped.stream(in_file, maps_file=self.plan.maps_file)
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=self.plan.locks_buffers)
-
-    def stream_mapped(self, groups: Sequence[WeightGroup]) -> None:
-        """Let groups that rest in their file stream from a mapping of it, if the plan says so."""
-        mapped: Mapping[str, torch.Tensor] = {}
-        if self.plan.maps_file and self.source is not None:
-            names = {name for group in groups for name in group.at_rest.names_in_file}
-            mapped = map_own(self.source, (s.spec for group in groups for s in group.slots if s.spec.name in names))
-            self.is_mapped = True
-        for group in groups:
-            store = group.at_rest.store
-            assert isinstance(store, FileStore)
-            store.stream_from({name: mapped[name] for name in group.at_rest.names_in_file if name in mapped})
 
     def has_written_encoded(self, group: WeightGroup) -> bool:
         """Whether weights to encode are not what their file has any more: their group rests in RAM as a whole."""
@@ -441,6 +412,11 @@ class Packing:
             is_pristine = not self.written.names and self.written.doubtful.isdisjoint(names_in(others))
             self.goes_bare = bool(self.plan.in_file) and is_pristine
         error: InvalidInput | None = None
+        if ending is Ending.RESTORED:
+            try:
+                self.mapped.give_memory(self.groups)
+            except InvalidInput as problem:
+                error = problem
         staying = self.to_leave(ending)
         self.left += [bundle for bundle in staying if bundle not in self.left]
         with self.open_files():

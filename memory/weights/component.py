@@ -117,7 +117,12 @@ def component_from_files(
     found = [tensor for header in headers for tensor in header.tensors if tensor.name.startswith(begins)]
     tensors = [spec_from_header(tensor) for tensor in found]
     component = group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
-    return replace(component, has_file=True, can_map=True, from_header=True)
+    return replace(component, has_file=True, can_map=all(map(is_aligned, found)), from_header=True)
+
+
+def is_aligned(tensor: TensorHeader) -> bool:
+    """Whether a tensor begins in its file where its dtype may lie in memory."""
+    return tensor.begin % max(1, BITS[tensor.dtype] // 8) == 0
 
 
 def spec_from_header(tensor: TensorHeader) -> TensorSpec:

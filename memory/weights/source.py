@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from .casting import EIGHT_BITS, Reading, can_cast
-from .component import Component, TensorSpec
+from .component import Component, TensorSpec, is_aligned
 from .file_origin import Origin
 from .file_reader import OpenFiles, Target, WeightsFile, torch_dtype
 from .loading import Loading
@@ -191,15 +191,14 @@ class WeightsSource:
         return all(self.is_mappable(spec) for spec in weights_of(component) if spec.name not in lacking)
 
     def is_mappable(self, spec: TensorSpec) -> bool:
-        """Whether a file has a weight to the byte, where its dtype may lie in memory.
+        """Whether a file has a weight to the byte, where its dtype may lie in memory, and torch has that dtype.
 
-        Never on Windows, where nobody could replace a file that is mapped.
+        Never on Windows: a mapped file cannot be replaced there.
         """
         found = self.find(spec)
-        stored = torch_dtype(found.dtype) if found is not None else None
-        if sys.platform == "win32" or found is None or stored is None:
+        if sys.platform == "win32" or found is None or torch_dtype(found.dtype) is None:
             return False
-        return self.holds_as_it_is(spec) and found.begin % stored.itemsize == 0
+        return self.holds_as_it_is(spec) and is_aligned(found)
 
     def are_replaced(self, names: Iterable[str]) -> bool:
         """Whether the paths of weights lead to other files than those that were read, or to none."""

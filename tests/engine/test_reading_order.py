@@ -237,6 +237,7 @@ INNER_WORDS = {
     "measures",
     "member",
     "members",
+    "mapped_weights",
     "packing",
     "registry",
     "shares",

@@ -13,7 +13,7 @@ __all__, __getattr__ = lazy_names(
         "read_on_use": ["ReadOnUse"],
         "weight_group": ["WeightGroup"],
         "pristine_slab": ["KnownOrigins", "PristineSlab", "find_origins", "lying_in", "slab_of"],
-        "group_reading": ["read_into_memory"],
+        "group_reading": ["read_into_memory", "read_resting"],
         "unpacking": ["discard", "unpack"],
         "weight_swaps": ["Swaps", "foreign_tensors"],
         "added_layers": ["Structure", "Tree", "return_to_host", "walk"],

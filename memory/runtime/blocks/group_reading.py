@@ -1,18 +1,21 @@
-"""Reads the weights of a block that rest in their file into host memory, because other code uses them."""
+"""Reads weights that rest in their file into host memory, because other code uses them, or their module gets them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from ...errors import InvalidInput
 from ...transfer.pinned_memory import HostSlab, allocate_slab
+from ...weights.source import WeightsSource
+from ..tensors.parameter_slots import ParameterSlot, read_weights
 from ..tensors.reported_device import plainly
 from .weight_group import WeightGroup
 from .weight_store import FileStore
 
-__all__ = ["read_into_memory"]
+__all__ = ["read_into_memory", "read_resting"]
 
 
 def read_into_memory(group: WeightGroup, slab: HostSlab | None = None) -> None:
@@ -35,6 +38,33 @@ def read_into_memory(group: WeightGroup, slab: HostSlab | None = None) -> None:
         group.rest()
     for table, name, tensor in given:
         table[name] = tensor
+
+
+def read_resting(
+    resting: Sequence[tuple[WeightGroup, ParameterSlot]], source: WeightsSource | None
+) -> list[torch.Tensor]:
+    """Return weights that rest in files in memory of their own, in the dtypes in which they compute.
+
+    Where another file is in the place of theirs, they come from the mapping that the weight store has of theirs.
+
+    Raises:
+        InvalidInput: a file has changed.
+    """
+    try:
+        return read_weights([slot for _, slot in resting], source, drop_pages=True)
+    except InvalidInput:
+        mapped = [find_mapped(group, slot) for group, slot in resting]
+        found = [weight.detach().clone() for weight in mapped if weight is not None]
+        if source is None or len(found) < len(resting):
+            raise
+        source.refuse_overwritten()
+        return found
+
+
+def find_mapped(group: WeightGroup, slot: ParameterSlot) -> torch.Tensor | None:
+    """Return a weight in the mapping that its group's weight store has of its file."""
+    store = group.at_rest.store
+    return store.mapped.get(slot.spec.name) if isinstance(store, FileStore) and not store.converted else None
 
 
 def find_given(group: WeightGroup, store: FileStore) -> list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:

@@ -10,9 +10,10 @@ import torch
 
 from ...weights.quantized_leaves import leaves_of
 from ...weights.storage_form import AS_STORED
-from ..tensors.parameter_slots import ParameterSlot, read_weights, repoint
+from ..tensors.parameter_slots import ParameterSlot, repoint
 from ..tensors.reported_device import device_of
 from ..tensors.watched_data import unwatch
+from .group_reading import read_resting
 from .weight_group import WeightGroup
 from .weight_store import FileStore
 
@@ -35,7 +36,7 @@ def unpack(group: WeightGroup, on_meta: Collection[str] = ()) -> None:
     names = at_rest.names_in_file.difference(on_meta, mapped)
     to_read = [slot for slot in group.slots if slot.spec.name in names and slot.owners]
     source = at_rest.store.source if isinstance(at_rest.store, FileStore) else None
-    read = zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
+    read = zip(to_read, read_resting([(group, slot) for slot in to_read], source), strict=True)
     stored = {slot.spec.name: weight for slot, weight in read}
     group.kept.note(group.slots, at_rest.tensors)
     resting = itertools.chain(at_rest.tensors, itertools.repeat(None))  # fewer where packing failed half way

@@ -177,11 +177,12 @@ class WeightGroup:
         self.at_rest.remember_on_meta()
         shared = [slot.spec for slot in self.slots if slot.held.is_meta and slot.spec.name in mapped]
         fill_slots(self.slots, source, add_up(progress), mapped=mapped)
-        if shared:
+        for spec in shared:
             assert source is not None
-            collections.deque(source.warm(spec.name for spec in shared), maxlen=0)
+            if not source.are_replaced([spec.name]):  # else it was in RAM before
+                collections.deque(source.warm([spec.name]), maxlen=0)
             if progress is not None:
-                progress(sum(spec.weight_bytes for spec in shared))
+                progress(spec.weight_bytes)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename weights, by their former names: their module has other names for them now."""

@@ -11,6 +11,7 @@ What no file has (buffers, weights that were written to) stays in host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -128,7 +129,7 @@ class FileStore:
         self.streams_mapped = False
         """Whether blocks are copied from the mapping while no buffers are open."""
         self.is_cached = False
-        """Whether the system had all of it in its cache once."""
+        """Whether all of it was read into the system's cache once; nothing looks whether it is still there."""
         self.names = list(names)
         self.kept = dict(kept)
         self.source = source
@@ -146,14 +147,14 @@ class FileStore:
         self.names = [name if name is None else names.get(name, name) for name in self.names]
         self.mapped = {names.get(name, name): weight for name, weight in self.mapped.items()}
 
-    def stream_from(self, mapped: Mapping[str, torch.Tensor]) -> None:
-        """Copy to devices from mappings of the file while no buffers are open; through buffers only if there are none.
+    def stream_from(self, mapped: Mapping[str, torch.Tensor] | None) -> None:
+        """Copy to devices from mappings of the file whenever no bounce buffers are open; None: always through buffers.
 
         Args:
-            mapped: the weights by name. One without bytes need not be there.
+            mapped: the weights that rest in the file, by name, beyond those that are known to be mapped.
         """
-        self.mapped.update(mapped)
-        self.streams_mapped = bool(mapped)
+        self.mapped.update(mapped or {})
+        self.streams_mapped = mapped is not None
 
     @property
     def kept_bytes(self) -> int:
@@ -193,7 +194,9 @@ class FileStore:
         A window is what a bounce buffer holds, in the order of the file, wherever that cuts a weight.
 
         ``check`` is called before each window, and every 4 MiB of one or sooner. What it raises stops the reading and
-        is raised here; copies of earlier windows may be under way then.
+        is raised here; copies of what was read before may be under way then.
+
+        From a mapping each leaf is one copy, and ``check`` is called only while the file comes into the system's cache.
 
         Raises:
             InvalidInput: the file is not what it was, or a weight cannot be encoded.
@@ -269,9 +272,7 @@ class FileStore:
             elif leaf is None:
                 to_read.append((name, part, first - offset))
             else:
-                before, num_elements = (
-                    (at - offset) // leaf.leaf.itemsize for at in (first, last + offset - first)
-                )
+                before, num_elements = ((at - offset) // leaf.leaf.itemsize for at in (first, last + offset - first))
                 to_read.append((name, leaf.read_part(part, num_elements), before * leaf.stored.itemsize))
         was_cached = self.read(to_read, check)
         parts = []
@@ -302,13 +303,10 @@ class FileStore:
     def cache(self, check: Callable[[], None] | None) -> None:
         """Read what rests in the file into the system's cache, faster than the pages come when they are touched."""
         names = [name for name in self.names if name is not None]
-        try:
+        with suppress(InvalidInput):  # another file is in the place of one of them: the mapping has what it was
             for _ in self.source.warm(names):
                 if check is not None:
                     check()
-        except InvalidInput:
-            if not self.source.are_replaced(names):
-                raise
         self.is_cached = True
 
     def room_bytes(self, place: int, num_bytes: int) -> int:

@@ -12,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import UnsafeState
 from ...weights.source import WeightsSource
+from ..blocks.group_reading import read_resting
 from ..blocks.weight_group import WeightGroup
 from ..tensors.deep_copies import OwnHook
-from ..tensors.parameter_slots import ParameterSlot, read_weights
+from ..tensors.parameter_slots import ParameterSlot
 
 __all__ = ["StateGuard"]
 
@@ -80,7 +81,7 @@ class StateGuard:
                     on_meta[slot.spec.name] = group, slot, keys
                 elif keys and slot.encoding is not None:
                     state.update(dict.fromkeys(keys, group.wide(slot.spec.name, torch.device("cpu"))))
-        weights = read_weights([slot for _, slot, _ in on_meta.values()], self.source, drop_pages=True)
+        weights = read_resting([(group, slot) for group, slot, _ in on_meta.values()], self.source)
         for (group, slot, keys), weight in zip(on_meta.values(), weights, strict=True):
             state.update(dict.fromkeys(keys, group.as_it_computes(slot, weight)))
 

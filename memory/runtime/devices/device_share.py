@@ -250,10 +250,13 @@ class DeviceShare:
     def held_bytes(self) -> int:
         return self.ledger.held(self.owner, self.device.name)
 
-    def shrink(self, num_bytes: int) -> int:
+    def shrink(self, num_bytes: int, lasting_bytes: int = 0) -> int:
         """Give back at least so many bytes if they are there: what came early, blocks from the end, then all else.
 
         Returns the bytes that are free now.
+
+        Args:
+            lasting_bytes: so many stay, and all that is no block.
         """
         self.recover()
         self.settle()
@@ -262,8 +265,10 @@ class DeviceShare:
         for number in sorted(self.blocks, reverse=True):
             if before - self.held_bytes() >= num_bytes:
                 break
-            self.drop_blocks([number])
-        if before - self.held_bytes() < num_bytes:
+            block_bytes = sum(group.slab_bytes for group in self.blocks[number].groups if group.copy is not None)
+            if not lasting_bytes or self.held_bytes() - block_bytes >= lasting_bytes:
+                self.drop_blocks([number])
+        if before - self.held_bytes() < num_bytes and not lasting_bytes:
             self.unload()
         return before - self.held_bytes()
 

@@ -95,6 +95,8 @@ class Forwards:
         self.seen_in_parts: set[int] = set()
         self.is_learned = False
         """Whether a pass has shown in which order blocks run, and which of their parts other code calls."""
+        self.check_files: Callable[[], None] | None = None
+        """Raises if files changed where they are from whose mappings it computes; called before and after each pass."""
         self.watch_inside: Callable[[], None] = nothing
         self.find_unseen: Callable[[], Collection[int]] = tuple
         self.unhook: Callable[[Iterable[nn.Module]], None] = nothing
@@ -105,6 +107,10 @@ class Forwards:
         """Work with these modules of the tree from now on: it has changed, or hooks are about to be put on it."""
         self.entries, self.inner, self.blocks = modules.entries, modules.inner, modules.blocks
         self.parts = dict(modules.parts)
+
+    def check_with(self, check_files: Callable[[], None] | None) -> None:
+        """Set what is called before and after each pass to see whether files are what they were."""
+        self.check_files = check_files
 
     def describe(self, component: Component) -> None:
         """Take other numbers for the same component: layers were added to its module."""
@@ -250,7 +256,9 @@ class Forwards:
         try:
             if failed:
                 self.explain_failure()
-            elif self.away and self.is_loaded:
+            elif self.check_files is not None:
+                self.check_files()
+            if self.away and self.is_loaded and not failed:
                 output = self.hops.return_to(output, self.home, self.away)
             return self.calls.leave(module, output, failed=failed)
         except BaseException:

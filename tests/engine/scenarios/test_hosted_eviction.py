@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from highwater.memory.errors import DoesNotFit
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
@@ -32,13 +33,20 @@ class Stack(nn.Module):
         return x
 
 
-def host(manager: Any, module: nn.Module, name: str, placement: str = "gpu:0", form: Precision | None = None) -> Any:
+def host(
+    manager: Any,
+    module: nn.Module,
+    name: str,
+    placement: str = "gpu:0",
+    form: Precision | None = None,
+    profile: str = "auto",
+) -> Any:
     """Load a module as a host does."""
     devices = ["gpu:0", "gpu:1"]
     (member,), _ = manager.add(
         {name: module.eval().requires_grad_(False)},
         placement=parse_placement(placement, devices=devices),
-        profile=parse_profile("auto", devices=devices),
+        profile=parse_profile(profile, devices=devices),
         precision=form or Precision.AS_STORED,
         name=None,
         node_id=None,
@@ -105,6 +113,37 @@ def test_it_keeps_the_least_with_which_it_computes_however_much_is_asked_for(mac
         assert manager.ledger.held(member.id, "gpu:0") >= BLOCK_BYTES
         assert torch.equal(compute(model), want)
         assert member.managed.is_loaded
+
+
+@pytest.mark.parametrize("profile", ["auto", "0.9MiB", "0.6MiB"])
+@torch.no_grad()
+def test_what_keeps_its_least_computes_when_others_have_the_rest(machine, profile: str) -> None:
+    """Also where it streams: then staging memory is what it gives back."""
+    with machine(4) as manager:
+        model = Stack(0)
+        member = host(manager, model, "model", profile=profile)
+        want = compute(model)
+        free(manager, 60 << 20)
+        left = manager.ledger.held(member.id, "gpu:0")
+        assert BLOCK_BYTES <= left <= 3 * BLOCK_BYTES
+        others = torch.empty(manager.devices["gpu:0"].free_bytes() - (1 << 16), dtype=torch.uint8, device="sim:0")
+        assert torch.equal(compute(model), want)
+        assert member.managed.is_loaded
+        del others
+
+
+@torch.no_grad()
+def test_a_load_that_failed_leaves_it_to_its_host(machine) -> None:
+    with machine(4) as manager:
+        model = Stack(0)
+        member = host(manager, model, "model")
+        want = compute(model)
+        free(manager, 60 << 20, unrunnable=True)
+        others = torch.empty(manager.devices["gpu:0"].free_bytes() - (1 << 16), dtype=torch.uint8, device="sim:0")
+        with pytest.raises(DoesNotFit):
+            manager.hosting.load(member)
+        del others
+        assert torch.equal(compute(model, is_loaded=False), want)
 
 
 DEEDS = st.lists(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,35 +93,117 @@ def test_a_write_is_the_modules_own_and_never_reaches_the_file(machine, path: Pa
             after = module(X).cpu()
             assert not torch.equal(before, after)
         assert torch.equal(module(X).cpu(), after)
-        save_file(module.state_dict(), path)  # also to the file that it computes from
+        save_file(module.state_dict(), path)  # which puts another file in its place
         assert torch.equal(module(X).cpu(), after) and torch.equal(expected(path), after)
     assert path.read_bytes() != content
 
 
+def cut_short(path: Path) -> None:
+    os.truncate(path, 4096)
+
+
+CHANGED = r"net\.safetensors: .*; load it again"
+
+
+@pytest.mark.parametrize("change", [overwrite, cut_short])
 @torch.no_grad()
-def test_a_file_that_is_overwritten_where_it_is_is_refused_in_one_line(
+def test_a_file_that_was_changed_where_it_is_is_refused_in_one_line(
+    machine, path: Path, place: dict[str, str], change: Callable[[Path], None]
+) -> None:
+    """By the next call, by what would take weights out of the mapping, and where release would."""
+    content = path.read_bytes()
+    with machine(16) as manager:
+        module = load_model(path, make)
+        managed = manage({"net": module}, **place, manager=manager)
+        want = module(X).cpu()
+        change(path)
+        for placement, profile in [*PLACES.values(), ("gpu:0:host", "0.08MiB")]:
+            with pytest.raises(InvalidInput, match=CHANGED):
+                module(X)
+            with pytest.raises(InvalidInput, match=CHANGED):
+                managed.reprofile(profile, placement=placement)
+        with pytest.raises(InvalidInput, match=CHANGED):
+            module.state_dict()
+        path.write_bytes(content)
+        os.utime(path, ns=(2, 2))
+        with pytest.raises(InvalidInput, match=CHANGED):
+            module(X)
+        if place["placement"] == "cpu":
+            with pytest.raises(InvalidInput, match=CHANGED):
+                managed.release()
+            assert torch.equal(module(X), want), "its weights are where they were"
+        managed.release()
+
+
+@torch.no_grad()
+def test_a_file_that_is_changed_during_a_call_is_refused_at_its_end(machine, path: Path, place: dict[str, str]) -> None:
+    with machine(16) as manager:
+        module = load_model(path, make)
+        managed = manage({"net": module}, **place, manager=manager)
+        module(X)
+        handle = module[1].register_forward_hook(lambda *_: overwrite(path))
+        with pytest.raises(InvalidInput, match=CHANGED):
+            module(X)
+        handle.remove()
+        with suppress(InvalidInput):
+            managed.release()
+
+
+@torch.no_grad()
+def test_after_release_the_file_may_change(machine, path: Path) -> None:
+    with machine(16) as manager:
+        module = load_model(path, make)
+        with manage({"net": module}, placement="cpu", manager=manager):
+            want = module(X)
+        cut_short(path)
+        assert torch.equal(module(X), want)
+
+
+@torch.no_grad()
+def test_what_is_not_used_from_the_file_any_more_does_not_mind_its_changes(
     machine, path: Path, place: dict[str, str]
 ) -> None:
     with machine(16) as manager:
         module = load_model(path, make)
-        with manage({"net": module}, **place, manager=manager):
-            module(X)
-            overwrite(path)
-            with pytest.raises(InvalidInput, match=r"net\.safetensors: .*; load it again"):
-                module(X)
+        with manage({"net": module}, **place, manager=manager) as managed:
+            want = module(X).cpu()
+            managed.reprofile("0.08MiB", placement="gpu:0:host")
+            cut_short(path)
+            assert torch.equal(module(X).cpu(), want)
 
 
 @torch.no_grad()
-def test_a_file_that_was_cut_short_is_refused_before_its_weights_are_touched(
-    machine, path: Path, place: dict[str, str]
-) -> None:
+def test_after_a_write_it_is_planned_anew(machine, path: Path, place: dict[str, str]) -> None:
+    """A block of which one weight is its module's own, and one with nothing but such weights."""
     with machine(16) as manager:
         module = load_model(path, make)
-        with manage({"net": module}, **place, manager=manager):
+        with manage({"net": module}, **place, manager=manager) as managed:
             module(X)
-            os.truncate(path, 4096)
-            with pytest.raises(InvalidInput, match="load it again"):
-                module(X)
+            for layer in (module[0][0], module[1][0], module[1][2]):
+                layer.weight.data.mul_(2)
+            module[1][0].bias.data.add_(1)
+            want = module(X).cpu()
+            for placement, profile in [*PLACES.values(), ("gpu:0", "0.09MiB,pinned=none"), *PLACES.values()]:
+                managed.reprofile(profile, placement=placement)
+                assert torch.equal(module(X).cpu(), want)
+
+
+@torch.no_grad()
+def test_a_block_in_two_files_outlives_one_of_them(machine, tmp_path: Path, place: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    state = make().state_dict()
+    paths = [tmp_path / "weights.safetensors", tmp_path / "biases.safetensors"]
+    for at, path in enumerate(paths):
+        save_file({name: weight for name, weight in state.items() if name.endswith("bias") == bool(at)}, path)
+    same = make()
+    same.load_state_dict(state)
+    with machine(16) as manager:
+        module = load_model(paths, make)
+        with manage({"net": module}, **place, manager=manager) as managed:
+            paths[1].unlink()
+            assert torch.equal(module(X).cpu(), same(X))
+            managed.reprofile("0.09MiB,pinned=none", placement="gpu:0")
+            assert torch.equal(module(X).cpu(), same(X))
 
 
 @pytest.mark.parametrize("deed", ["replaced", "deleted"])
@@ -130,14 +214,21 @@ def test_a_file_that_was_replaced_or_deleted_does_no_harm(
     want = expected(path)
     with machine(16) as manager:
         module = load_model(path, make)
-        with manage({"net": module}, **place, manager=manager):
+        with manage({"net": module}, **place, manager=manager) as managed:
             if deed == "deleted":
                 path.unlink()
             else:
                 other = path.with_suffix(".new")
                 save_file({name: weight + 1 for name, weight in load_file(path).items()}, other)
                 other.replace(path)
-            assert torch.equal(module(X).cpu(), want)
+            for placement, profile in [*PLACES.values(), ("gpu:0", "0.09MiB,pinned=none")]:
+                assert torch.equal(module(X).cpu(), want)
+                own = module.state_dict()
+                again = make()
+                again.load_state_dict(own)
+                assert torch.equal(again(X), want)
+                managed.reprofile(profile, placement=placement)
+                assert torch.equal(module(X).cpu(), want)
 
 
 @torch.no_grad()
