@@ -30,6 +30,6 @@ __all__, __getattr__ = lazy_names(
         "timing": ["PassTimes", "Stopwatch"],
         "copy_stream": ["CopyStream"],
         "host_heap": ["describe_return", "give_back_heap", "has_trim"],
-        "bounce_buffers": ["BounceBuffers", "allocate_slabs"],
+        "bounce_buffers": ["BounceBuffers", "WindowCopies", "allocate_slabs"],
     },
 )
