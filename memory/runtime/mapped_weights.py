@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from ..errors import InvalidInput
-from ..weights.mapped_files import map_own
+from ..weights.mapped_files import map_own, may_be_written
 from ..weights.source import WeightsSource
 from .blocks.weight_group import WeightGroup
 from .blocks.weight_store import FileStore
@@ -106,13 +106,20 @@ class MappedWeights:
         """Give the module's weights memory of their own in place of the mapping. Takes as much RAM as they have bytes.
 
         Raises:
-            InvalidInput: a file was changed where it is; they stay.
+            InvalidInput: a file was changed where it is. They go without memory, as they came; what was written to
+                stays.
         """
         slots = list(self.lying(groups))
-        if slots and self.source is not None:
-            self.source.refuse_overwritten()
+        self.in_place, unread = {}, {name: held for group in groups for name, held in group.at_rest.on_meta.items()}
+        try:
+            if slots and self.source is not None:
+                self.source.refuse_overwritten()
+        except InvalidInput:
+            for slot in slots:
+                if slot.spec.name in unread and not may_be_written(slot.held):
+                    slot.hold(unread[slot.spec.name])
+            raise
         for slot in slots:
             with torch.inference_mode(slot.held.is_inference()), torch.no_grad():
                 own = slot.held.detach().clone()
             repoint(slot, [own], lasting=True)
-        self.in_place = {}

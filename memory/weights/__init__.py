@@ -25,7 +25,7 @@ __all__, __getattr__ = lazy_names(
         "loading": ["Loading"],
         "casting": ["NUM_AT_A_TIME", "can_cast", "cast_into", "convert_in_place", "stored_begin"],
         "source": ["WeightsSource"],
-        "mapped_files": ["find_sources", "map_again", "map_own", "map_tensors"],
+        "mapped_files": ["find_sources", "map_again", "map_own", "map_tensors", "may_be_written"],
         "discovery": ["components_of", "discover_components", "holds_pipeline"],
     },
 )

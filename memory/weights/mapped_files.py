@@ -36,7 +36,7 @@ from .safetensors_header import TORCH_NAMES, TensorHeader, WeightsHeader, read_h
 from .source import WeightsSource
 from .tensor_holders import count_tensors, find_held_elsewhere
 
-__all__ = ["find_mapped", "find_sources", "map_again", "map_own", "map_tensors"]
+__all__ = ["find_mapped", "find_sources", "map_again", "map_own", "map_tensors", "may_be_written"]
 
 # What an entry of the pagemap says of a page: it is in RAM or swapped out; it is the file's.
 IN_USE, OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
@@ -151,6 +151,12 @@ def map_tensors(file: WeightsFile, names: Sequence[str]) -> tuple[dict[str, torc
             raise InvalidInput(f"{file.path}: cannot be mapped: {reason_of(error)}") from error
     file.check_path()
     return found, keeper
+
+
+def may_be_written(weight: torch.Tensor) -> bool:
+    """Whether anything may have written to a page of a weight that lies in a mapping; True where that is not known."""
+    with PageStates() as pages:
+        return pages.are_written(weight.data_ptr(), weight.nbytes)
 
 
 def plain_weights(module: nn.Module) -> Iterator[tuple[str, int, int]]:
