@@ -58,7 +58,7 @@ class MappedWeights:
         return mapped
 
     def stream(self, groups: Sequence[WeightGroup], *, maps_file: bool) -> None:
-        """Let groups that rest in their file stream from a mapping of it, or through buffers only.
+        """Say from where groups in a file stream: from a mapping of it (``maps_file``), or through buffers.
 
         Raises:
             InvalidInput: a file that is not mapped yet is gone, or is not what it was.

@@ -233,12 +233,12 @@ class FileStore:
         to_read: list[Target] = []
         num_kept = 0
         for (place, first, last, _), (part, _) in zip(window, parts, strict=True):
-            name, offset = self.names[place], self.layout.offsets[place]
+            name = self.names[place]
             if name is None:
-                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
+                part.copy_(self.part_of(place, self.kept[place], first, last))
                 num_kept += last - first
             else:
-                to_read.append((name, part, first - offset))
+                to_read.append((name, part, first - self.layout.offsets[place]))
         pieces = WindowCopies(self.bounce, parts)
         pieces.follow(num_kept)
 
@@ -268,7 +268,7 @@ class FileStore:
             part, offset = buffer[room : room + self.room_bytes(place, last - first)], self.layout.offsets[place]
             name, leaf = self.names[place], self.converted.get(place)
             if name is None:
-                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
+                part.copy_(self.part_of(place, self.kept[place], first, last))
             elif leaf is None:
                 to_read.append((name, part, first - offset))
             else:
@@ -293,12 +293,15 @@ class FileStore:
         if not self.is_cached:
             self.cache(check)
         for place, name in enumerate(self.names):
-            offset = self.layout.offsets[place]
-            first, last = max(begin, offset), min(end, self.layout.end_of(place))
+            first, last = max(begin, self.layout.offsets[place]), min(end, self.layout.end_of(place))
             if first < last:
-                leaf = self.kept[place] if name is None else self.mapped[name]
-                own = self.layout.forms[place].bytes_of(leaf.detach())[first - offset : last - offset]
-                copies.copy(target[first - begin : last - begin], own)
+                leaf = self.kept[place] if name is None else self.mapped[name].detach()
+                copies.copy(target[first - begin : last - begin], self.part_of(place, leaf, first, last))
+
+    def part_of(self, place: int, leaf: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Return the bytes of a leaf in host memory that lie between two bytes of the slab."""
+        offset = self.layout.offsets[place]
+        return self.layout.forms[place].bytes_of(leaf)[first - offset : last - offset]
 
     def cache(self, check: Callable[[], None] | None) -> None:
         """Read what rests in the file into the system's cache, faster than the pages come when they are touched."""
