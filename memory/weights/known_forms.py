@@ -13,12 +13,25 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidInput, allowed_values
 from ..lazy_names import lazy_names
 from ..options.precision import Precision, precision_names
-from .form_numbers import FormNumbers, LeafNumbers
+from .component import TensorSpec
+from .form_numbers import ROW, FormNumbers, LeafNumbers
 
 if TYPE_CHECKING:
     from .storage_form import EncodedForm
 
-__all__ = ["FORMS", "SCALED_FP8", "encoded_form", "numbers_of"]
+__all__ = [
+    "BF16",
+    "FORMS",
+    "FP16",
+    "PLAIN_E5M2",
+    "PLAIN_FP8",
+    "ROW_E5M2",
+    "ROW_FP8",
+    "SCALED_E5M2",
+    "SCALED_FP8",
+    "encoded_form",
+    "numbers_of",
+]
 
 
 def in_file(file: str, name: str) -> Callable[[], type[EncodedForm]]:
@@ -27,18 +40,83 @@ def in_file(file: str, name: str) -> Callable[[], type[EncodedForm]]:
     return partial(find, name)
 
 
+EIGHT_BITS = "in eight bits"
+CODES, ROW_SCALES = LeafNumbers(bits=8), LeafNumbers(bits=32, group=ROW)
+
+
+def is_float32(tensor: TensorSpec) -> bool:
+    """Whether 16 bits are fewer than a weight has."""
+    return tensor.dtype == "F32"
+
+
+def sixteen_bits(name: str) -> FormNumbers:
+    """Return the numbers of a form that only float32 weights can have."""
+    return FormNumbers(
+        name=name,
+        rests=f"in {name}",
+        effect="halves float32 weights of blocks; 16-bit ones stay as they are",
+        leaves=(LeafNumbers(bits=16),),
+        suits=is_float32,
+        in_parts=True,
+    )
+
+
 SCALED_FP8 = FormNumbers(
     name="fp8 scaled",
-    rests="in eight bits",
+    rests=EIGHT_BITS,
     effect=(
         "keeps block weights in eight bits with a scale per tensor, which halves 16-bit weights and is slightly lossy"
     ),
-    leaves=(LeafNumbers(bits=8),),
+    leaves=(CODES,),
     in_parts=True,
 )
+PLAIN_FP8 = FormNumbers(
+    name="fp8 plain",
+    rests=EIGHT_BITS,
+    effect="the same without scales, as ComfyUI's fp8_e4m3fn, which loses more of small weights",
+    leaves=(CODES,),
+    in_parts=True,
+)
+ROW_FP8 = FormNumbers(
+    name="fp8 per row",
+    rests=EIGHT_BITS,
+    effect="as fp8 scaled with a scale per row, which is better where single rows are large",
+    leaves=(CODES, ROW_SCALES),
+)
+SCALED_E5M2 = FormNumbers(
+    name="e5m2 scaled",
+    rests=EIGHT_BITS,
+    effect="as fp8 scaled in float8_e5m2: twice the error",
+    leaves=(CODES,),
+    in_parts=True,
+)
+PLAIN_E5M2 = FormNumbers(
+    name="e5m2 plain",
+    rests=EIGHT_BITS,
+    effect="as fp8 plain in float8_e5m2: twice the error, but not more of small weights",
+    leaves=(CODES,),
+    in_parts=True,
+)
+ROW_E5M2 = FormNumbers(
+    name="e5m2 per row",
+    rests=EIGHT_BITS,
+    effect="as fp8 per row in float8_e5m2: twice the error",
+    leaves=(CODES, ROW_SCALES),
+)
+BF16, FP16 = sixteen_bits("bf16"), sixteen_bits("fp16")
 
 FORMS: dict[str, tuple[FormNumbers, Callable[[], type[EncodedForm]]]] = {
-    SCALED_FP8.name: (SCALED_FP8, in_file("fp8", "ScaledFp8")),
+    numbers.name: (numbers, in_file(file, name))
+    for numbers, file, name in (
+        (SCALED_FP8, "fp8", "ScaledFp8"),
+        (PLAIN_FP8, "fp8", "PlainFp8"),
+        (ROW_FP8, "row_scales", "RowFp8"),
+        (BF16, "sixteen_bits", "Bf16"),
+        (FP16, "sixteen_bits", "Fp16"),
+        (SCALED_E5M2, "e5m2", "ScaledE5m2"),
+        (PLAIN_E5M2, "e5m2", "PlainE5m2"),
+        (ROW_E5M2, "row_scales", "RowE5m2"),
+    )
 }
 """By name, as the user writes it: the numbers, and what returns the class that encodes and decodes."""
 

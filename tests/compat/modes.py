@@ -22,8 +22,9 @@ from highwater.headless import simdevice
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.planner.plan import ComponentPlan
 from highwater.memory.planner.sizes import block_bytes, least_bytes
+from highwater.memory.weights.cast_form import find_scale
 from highwater.memory.weights.component import Component
-from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8, find_scale
+from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8
 
 __all__ = ["MODES", "Outputs", "Recipe", "run_modes"]
 

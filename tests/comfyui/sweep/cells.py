@@ -31,7 +31,8 @@ from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8, find_scale
+from highwater.memory.weights.cast_form import find_scale
+from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8
 from highwater.nodes.host.adopting import adopt
 from highwater.nodes.host.hosted import Request
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture

@@ -10,7 +10,8 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.weights.fp8 import encode_fp8, find_scale
+from highwater.memory.weights.cast_form import find_scale
+from highwater.memory.weights.fp8 import encode_fp8
 
 X = torch.randn(2, 5, 64)
 WAYS = {

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from highwater.memory import DoesNotFit, InvalidInput, manage
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms
-from highwater.memory.weights.fp8 import encode_fp8, find_scale
+from highwater.memory.weights.cast_form import find_scale
+from highwater.memory.weights.fp8 import encode_fp8
 from highwater.memory.weights.module_component import component_from_module
 
 DIM = 64

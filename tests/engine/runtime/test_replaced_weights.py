@@ -19,7 +19,8 @@ from highwater.memory.errors import InvalidInput, UnsafeState
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.runtime.blocks.weight_store import FileStore
-from highwater.memory.weights.fp8 import encode_fp8, find_scale
+from highwater.memory.weights.cast_form import find_scale
+from highwater.memory.weights.fp8 import encode_fp8
 from highwater.memory.weights.module_component import component_from_module
 
 DIM = 32

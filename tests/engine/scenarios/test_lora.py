@@ -15,7 +15,8 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.weights.fp8 import encode_fp8, find_scale
+from highwater.memory.weights.cast_form import find_scale
+from highwater.memory.weights.fp8 import encode_fp8
 
 BaseTunerLayer = pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,8 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms, explain_wide
-from highwater.memory.weights.fp8 import ScaledFp8, decode_fp8_into, encode_fp8, find_scale
+from highwater.memory.weights.cast_form import code_limit, find_scale
+from highwater.memory.weights.fp8 import ScaledFp8, decode_fp8_into, encode_fp8
 from highwater.memory.weights.module_component import component_from_module
 
 
@@ -126,8 +127,10 @@ def test_quantizing_rounds_as_in_double(seed: int, deviation: float, dtype: torc
     weight = (torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
     weight = weight.nan_to_num(posinf=0.0, neginf=0.0)
     scale = find_scale(weight, name="w")
-    exact = (weight.double() / scale).to(torch.float8_e4m3fn)
+    limit = code_limit(dtype, torch.float8_e4m3fn, scale)
+    exact = (weight.double() / scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
     assert torch.equal(encode_fp8(weight, scale).view(torch.uint8), exact.view(torch.uint8))
+    assert torch.isfinite(exact.to(dtype) * scale).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,7 +139,8 @@ def test_every_value_is_quantized_as_in_double(dtype: torch.dtype) -> None:
     every = every[torch.isfinite(every)]
     for exponent in range(-126, 121):
         fitting = every[every.double().abs() <= 448 * 2.0**exponent]
-        exact = (fitting.double() / 2.0**exponent).to(torch.float8_e4m3fn)
+        limit = code_limit(dtype, torch.float8_e4m3fn, 2.0**exponent)
+        exact = (fitting.double() / 2.0**exponent).clamp(-limit, limit).to(torch.float8_e4m3fn)
         stored = encode_fp8(fitting, 2.0**exponent)
         assert torch.equal(stored.view(torch.uint8), exact.view(torch.uint8)), exponent
 

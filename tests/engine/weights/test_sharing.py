@@ -78,7 +78,8 @@ def streamed_pair(toys: Any, machine: Any) -> Iterator[tuple[Any, Guide, Any]]:
 
 def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
     """Return what does to unmanaged weights what resting in eight bits does."""
-    from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8, find_scale
+    from highwater.memory.weights.cast_form import find_scale
+    from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8
 
     cast = {member.name: member.managed.plan.forms for member in managed.members}
 

@@ -1,0 +1,97 @@
+"""The forms `fp8 per row` and `e5m2 per row`: eight bits with a power of two for each row of a weight.
+
+A row is what belongs to one output of a layer, or one entry of an embedding. Rows of very different size, as an outlier
+makes them, keep the precision that one scale for all of them would cost the small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+
+from .cast_form import LEAST_SCALE, largest_of
+from .known_forms import ROW_E5M2, ROW_FP8
+from .storage_form import EncodedForm
+
+__all__ = ["RowE5m2", "RowFp8"]
+
+Own = TypeVar("Own", bound="RowForm")
+
+
+class RowForm(EncodedForm):
+    """A weight in eight bits, times a power of two for each row, as float32: one instance serves all weights."""
+
+    __slots__ = ()
+    stored: ClassVar[torch.dtype]
+
+    @classmethod
+    def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
+        codes = torch.empty_like(weight, dtype=cls.stored, device="meta")
+        return [codes, torch.empty(weight.shape[0], dtype=torch.float32, device="meta")]
+
+    @classmethod
+    def measure(cls: type[Own], weight: torch.Tensor, *, name: str) -> Own:
+        largest_of([weight], name=name)  # refuses NaN and infinity
+        return cls()
+
+    @torch.no_grad()
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        rows = weight.detach().flatten(1).float()
+        scales = row_scales(rows, self.stored)
+        limits = row_limits(weight.dtype, self.stored, scales)
+        codes = (rows / scales[:, None]).clamp_(-limits, limits).to(self.stored)
+        return [torch.empty_like(weight, dtype=self.stored).copy_(codes.view(weight.shape)), scales]
+
+    @torch.no_grad()
+    def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        codes, scales = leaves
+        # Scales may be too small for float16, in which their products are not.
+        return (codes.float() * beside(scales, codes)).to(dtype)
+
+    @torch.no_grad()
+    def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+        codes, scales = leaves
+        wide.copy_(codes)
+        wide.mul_(beside(scales, codes))  # in float32, and rounded once
+
+
+class RowFp8(RowForm):
+    """A weight as float8_e4m3fn, times a power of two for each row."""
+
+    __slots__ = ()
+    numbers = ROW_FP8
+    stored = torch.float8_e4m3fn
+
+
+class RowE5m2(RowForm):
+    """A weight as float8_e5m2, times a power of two for each row."""
+
+    __slots__ = ()
+    numbers = ROW_E5M2
+    stored = torch.float8_e5m2
+
+
+def beside(scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the scales so that each multiplies a row of the codes."""
+    return scales.view(-1, *[1] * (codes.dim() - 1))
+
+
+def row_scales(rows: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """Return for each row the smallest power of two by which its largest element fits into a dtype."""
+    if not rows.shape[1]:
+        return torch.ones(rows.shape[0], device=rows.device)
+    largest = rows.abs().amax(1)
+    mantissa, exponent = torch.frexp(largest / torch.finfo(stored).max)
+    scales = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+    return torch.where(largest > 0, scales.clamp_(min=LEAST_SCALE), 1.0)
+
+
+def row_limits(wide: torch.dtype, stored: torch.dtype, scales: torch.Tensor) -> torch.Tensor:
+    """Return for each row the largest code of which the wide dtype can hold the product with its scale."""
+    limit, widest = torch.finfo(stored).max, torch.finfo(wide).max
+    bounds = (widest / scales.double()).clamp(max=limit).float()
+    codes = bounds.to(stored)
+    lower = (codes.view(torch.uint8) - 1).view(stored)
+    return torch.where(codes.float() > bounds, lower.float(), codes.float())[:, None]
