@@ -20,7 +20,7 @@ from .manager.manager import MemoryManager
 from .manager.member import Member
 from .model_loading import source_of
 from .options.placement import AUTO, Placement, parse_placement
-from .options.precision import Precision, parse_precision
+from .options.precision import Precision, PrecisionRequest, Precisions, parse_precision
 from .options.profile import OffloadProfile
 from .options.profile_arguments import build_profile
 from .pipeline_parts import Parts
@@ -324,7 +324,7 @@ def manage(
     profile: str | int | OffloadProfile = AUTO,
     *,
     placement: str | Placement = AUTO,
-    precision: str | Precision | None = None,
+    precision: str | PrecisionRequest = None,
     files: Mapping[str, str | Path | Sequence[str | Path] | WeightsSource] | None = None,
     blocks: Mapping[str, str] | None = None,
     manager: MemoryManager | None = None,
@@ -343,8 +343,9 @@ def manage(
         profile: ``auto`` fills what is free; ``1`` to ``5`` or their names as in mmgp; a budget such as ``6GiB`` or
             ``gpu:0=80%`` limits the weights. `highwater profiles` prints them all.
         placement: where each component computes and rests, in the placement grammar.
-        precision: ``as stored``, or ``fp8 scaled`` for the blocks' weights; None, or ``by profile``,
-            is what the profile says.
+        precision: how the blocks' weights rest: ``as stored``, ``fp8 scaled`` or another storage form, for each
+            component as in ``diffusion=fp8 scaled,text=bf16``, or a `Precision`, such as
+            ``Precision.of(torch.float8_e5m2, granularity="layer")``; None, or ``by profile``, is what the profile says.
         files: the safetensors files of components by name, one path or several; those may rest on disk, at tier
             ``disk`` or where RAM is short, and their modules may be on the meta device. What `load_model` built knows
             its own.
@@ -409,7 +410,7 @@ def read_files(files: Any) -> dict[str, WeightsSource]:
 def read_choices(
     profile: str | int | OffloadProfile,
     placement: str | Placement,
-    precision: str | Precision | None,
+    precision: str | PrecisionRequest,
     components: Sequence[str],
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -417,8 +418,10 @@ def read_choices(
     devices = [device.name for device in list_devices()]
     if not isinstance(placement, Placement):
         placement = parse_placement(placement, devices=devices, components=components)
+    if not isinstance(precision, Precision | Precisions):
+        precision = parse_precision(precision, forms=FORMS, components=components)
     return {
         "placement": placement,
         "profile": build_profile(profile, devices=devices, components=components, **overrides),
-        "precision": precision if isinstance(precision, Precision) else parse_precision(precision, forms=FORMS),
+        "precision": precision,
     }

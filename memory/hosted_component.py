@@ -27,7 +27,7 @@ from .manager.module_plans import Draft, bytes_in_ram, plan_modules
 from .manager.observed import ObservedModel
 from .manager.steered import SteeredComponent, SteeringHost
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
-from .options.precision import DEFAULT_PRECISION, Precision
+from .options.precision import DEFAULT_PRECISION, PrecisionRequest
 from .options.profile import OffloadProfile
 from .repeated_call import has_hooks_of_others, repeat_if_short
 from .runtime.blocks.pristine_slab import KnownOrigins
@@ -92,7 +92,7 @@ class HostedComponent:
         kind: str,
         *,
         profile: OffloadProfile | None = None,
-        precision: Precision | None = DEFAULT_PRECISION,
+        precision: PrecisionRequest = DEFAULT_PRECISION,
         placement: Placement = AUTO_PLACEMENT,
         node_id: str | None = None,
     ) -> None:

@@ -78,7 +78,7 @@ def plan_parts(
         machine,
         placement=parse_placement(placement, devices=devices, components=names),
         profile=parse_profile(profile, devices=devices, components=names),
-        precision=parse_precision(precision, forms=FORMS),
+        precision=parse_precision(precision, forms=FORMS, components=names),
     )
 
 

@@ -9,7 +9,14 @@ from comfy_api.latest import io
 
 from ..memory.errors import require
 from ..memory.options.placement import AUTO, Placement, parse_placement
-from ..memory.options.precision import BY_PROFILE, DEFAULT_PRECISION, Precision, parse_precision, precision_names
+from ..memory.options.precision import (
+    BY_PROFILE,
+    DEFAULT_PRECISION,
+    Precision,
+    PrecisionRequest,
+    parse_precision,
+    precision_names,
+)
 from ..memory.options.profile import OffloadProfile, parse_profile
 from ..memory.weights.known_forms import FORMS, numbers_of
 from .device_choices import device_names, missing_devices
@@ -79,9 +86,9 @@ def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
     return parse_placement_once(text, (*here, *missing_devices(text, here)), components)
 
 
-def read_precision(text: str) -> Precision | None:
-    """Return the precision that a widget names; None is what the profile says. Raises `InvalidInput`."""
-    return parse_precision(text, forms=FORMS)
+def read_precision(text: str, components: tuple[str, ...] = ()) -> PrecisionRequest:
+    """Return the precisions that a widget names; None is what the profile says. Raises `InvalidInput`."""
+    return parse_precision(text, forms=FORMS, components=components)
 
 
 # The host has a widget checked before the run and hands its text to the node again: one reading serves both.

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from weakref import WeakSet
 
 from ..options.placement import PlacementItem
-from ..options.precision import Precision
+from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile, covers
 from ..runtime.blocks.pristine_slab import KnownOrigins
 from ..runtime.forwards.input_size import Size
@@ -20,7 +20,7 @@ from .returns import Returns
 
 __all__ = ["Choices", "Member"]
 
-Choices: TypeAlias = tuple[PlacementItem, OffloadProfile, Precision | None]
+Choices: TypeAlias = tuple[PlacementItem, OffloadProfile, PrecisionRequest]
 """Placement, profile and precision that were chosen for a component."""
 
 # Outside of runs, after so many passes what an older, larger one needed counts less.

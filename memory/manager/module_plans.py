@@ -11,16 +11,18 @@ from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput
 from ..options.placement import Placement
-from ..options.precision import Precision
+from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan
-from ..planner.planning import plan_components
+from ..planner.planning import cuts_layers, plan_components, weights_to_measure
 from ..planner.replanning import fresh_plan_holds
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
+from ..weights.form_errors import measure_errors
 from ..weights.form_numbers import AS_THEY_CAME
+from ..weights.layers import cut_into_layers
 from ..weights.module_component import component_from_module
 from ..weights.quantized_leaves import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
@@ -52,7 +54,7 @@ def plan_modules(
     *,
     placement: Placement,
     profile: OffloadProfile,
-    precision: Precision | None,
+    precision: PrecisionRequest,
     kinds: Mapping[str, str],
     sources: Mapping[str, WeightsSource],
     patterns: Mapping[str, str] | None = None,
@@ -100,6 +102,12 @@ def plan_modules(
                 component = in_execution_order(describe_split(describe, num_devices, largest_bytes), module)
             else:
                 component = describe(largest_bytes=largest_bytes)
+            if cuts_layers(component, profile, precision):
+                if num_devices > 1:
+                    raise InvalidInput(
+                        f"granularity layer of {name}: a split puts whole blocks on its devices; allowed: block"
+                    )
+                component = cut_into_layers(component, module)
             if pattern is not None and not component.blocks:
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
@@ -110,6 +118,7 @@ def plan_modules(
                 source.alias_tied(component)
                 component = with_file(component, source, is_trusted=asked or on_meta)
                 component = replace(component, stays_as_stored=is_hosted or not source.are_bare(component))
+            component = with_errors(component, module, profile, precision, source)
             components.append(component)
         if not described:
             described = tuple(components)
@@ -152,6 +161,20 @@ def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) 
     if is_none:
         return component
     return replace(component, has_file=True, can_map=source.can_map(component, lacking), lacking=lacking)
+
+
+def with_errors(
+    component: Component,
+    module: nn.Module,
+    profile: OffloadProfile,
+    request: PrecisionRequest,
+    source: WeightsSource | None,
+) -> Component:
+    """Return a component with what its weights lose in the form that was chosen, measured if it was not before."""
+    numbers, weights = weights_to_measure(component, profile, request)
+    if numbers is None:
+        return component
+    return replace(component, errors=measure_errors(module, weights, numbers, source))
 
 
 def describe_split(describe: Callable[..., Component], num_devices: int, largest_bytes: int | None) -> Component:

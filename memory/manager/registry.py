@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import InvalidInput, UnsafeState, allowed_values, quoted
 from ..options.placement import Placement, PlacementItem, SplitRatio
-from ..options.precision import Precision
+from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile
 from ..planner.plan import Plan
 from ..runtime.blocks.pristine_slab import KnownOrigins
@@ -53,7 +53,7 @@ class Registry:
         *,
         placement: Placement,
         profile: OffloadProfile,
-        precision: Precision | None,
+        precision: PrecisionRequest,
         name: str | None,
         node_id: str | None,
         kinds: Mapping[str, str] | None = None,
@@ -192,7 +192,7 @@ class Registry:
         *,
         placement: Placement,
         profile: OffloadProfile,
-        precision: Precision | None,
+        precision: PrecisionRequest,
     ) -> Plan:
         """Give components another profile, placement or precision in place; on failure they keep the old ones.
 
@@ -280,7 +280,7 @@ class Registry:
         *,
         placement: Placement,
         profile: OffloadProfile,
-        precision: Precision | None,
+        precision: PrecisionRequest,
         keeps_choices: bool = False,
     ) -> Plan:
         """As `replace`, for members that are ready for it; ``keeps_choices``: these are not new ones of the user's."""
@@ -372,6 +372,6 @@ def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str,
         raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
 
 
-def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> Choices:
+def choices_of(item: PlacementItem, profile: OffloadProfile, precision: PrecisionRequest) -> Choices:
     """Return the choices for a component, to compare them with those of another call."""
     return replace(item, component="*"), profile, precision

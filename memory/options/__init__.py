@@ -27,6 +27,15 @@ __all__, __getattr__ = lazy_names(
         "marks": ["ALL", "HOST", "Mark", "Marks", "parse_watermarks", "read_mark"],
         "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "covers", "parse_profile"],
         "profile_arguments": ["build_profile"],
-        "precision": ["BY_PROFILE", "DEFAULT_PRECISION", "Precision", "parse_precision", "precision_names"],
+        "precision": [
+            "BY_PROFILE",
+            "DEFAULT_PRECISION",
+            "Precision",
+            "PrecisionRequest",
+            "Precisions",
+            "parse_precision",
+            "precision_for",
+            "precision_names",
+        ],
     },
 )

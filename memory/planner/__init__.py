@@ -9,10 +9,11 @@ __all__, __getattr__ = lazy_names(
     {
         "sizes": ["bounce_buffer_bytes", "explain_non_block", "fixed_tensors", "least_bytes"],
         "form_choice": ["encoded_bytes"],
+        "precision_table": ["PrecisionRow", "tabulate_precision"],
         "staging_layout": ["Occupancy", "Offsets"],
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine"],
         "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"],
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],
-        "planning": ["plan_components"],
+        "planning": ["cuts_layers", "plan_components", "weights_to_measure"],
     },
 )

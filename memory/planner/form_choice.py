@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
+from ..errors import InvalidInput
 from ..options.precision import Precision
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
@@ -14,7 +16,16 @@ from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import numbers_of
 from .sizes import Sizes
 
-__all__ = ["choose_forms", "encoded_bytes", "explain_reading", "explain_wide"]
+__all__ = [
+    "choose_forms",
+    "encoded_bytes",
+    "explain_reading",
+    "explain_unmeasured",
+    "explain_wide",
+    "limit_of",
+    "refuse_other_compute",
+    "sort_weights",
+]
 
 # Less than this share of what could be encoded is not worth a line of the plan.
 WORTH_A_LINE = 0.001
@@ -31,13 +42,44 @@ def choose_forms(component: Component, precision: Precision) -> Forms:
     numbers = numbers_of(precision)
     if numbers is None:
         return AS_THEY_CAME
+    return {tensor.name: numbers for tensor, reason in sort_weights(component, precision, numbers) if not reason}
+
+
+def sort_weights(component: Component, precision: Precision, numbers: FormNumbers) -> Iterator[tuple[TensorSpec, str]]:
+    """Yield each weight that could rest in the form, and what keeps it as it came; empty for one that is encoded."""
+    usual, errors, limit = (
+        usual_dtype(component, numbers),
+        component.errors_in(numbers.name),
+        limit_of(precision, numbers),
+    )
+    for block in component.blocks:
+        for tensor in filter(numbers.takes, block.tensors):
+            reason = why_wide(tensor, usual, precision)
+            if not reason and errors.get(tensor.name, 0.0) > limit:
+                reason = f"would lose more than {limit:.2g}"
+            yield tensor, reason
+
+
+def limit_of(precision: Precision, numbers: FormNumbers) -> float:
+    """Return what a weight may lose to rest in a form."""
+    return numbers.error_limit if precision.error_limit is None else precision.error_limit
+
+
+def refuse_other_compute(component: Component, precision: Precision) -> None:
+    """Refuse a precision that names another compute dtype than its component has; see `Precision.compute`.
+
+    Raises:
+        InvalidInput: naming both.
+    """
+    numbers = numbers_of(precision)
+    if numbers is None or not precision.compute:
+        return
     usual = usual_dtype(component, numbers)
-    return {
-        tensor.name: numbers
-        for block in component.blocks
-        for tensor in block.tensors
-        if numbers.takes(tensor) and not why_wide(tensor, usual)
-    }
+    if usual and usual != precision.compute:
+        raise InvalidInput(
+            f"precision of {component.name}: compute_dtype {precision.compute} was asked for, and its weights compute "
+            f"in {usual}; leave it out, or convert the module first, as with module.to()"
+        )
 
 
 def encoded_bytes(component: Component) -> int | None:
@@ -62,17 +104,24 @@ def usual_dtype(component: Component, numbers: FormNumbers) -> str:
     return max(counts, key=lambda dtype: counts[dtype], default="")
 
 
-def why_wide(tensor: TensorSpec, usual: str) -> str:
-    """Return what keeps a weight of a block as it came; empty for one that is encoded.
+def why_wide(tensor: TensorSpec, usual: str, precision: Precision) -> str:
+    """Return what of its names, classes and dtype keeps a weight of a block as it came; empty for one that is encoded.
 
     ComfyUI's classes declare no names: they build what needs precision in float32, in a model of 16 bits.
     """
-    if tensor.kept_by:
-        return tensor.kept_by
-    if SKIPPED_NAMES.search(tensor.name):
-        return "positions"
-    if tensor.dtype == "F32" and usual != "F32":
-        return f"stored in F32 beside {usual}"
+    for pattern in precision.patterns:
+        if pattern.search(tensor.name):
+            return f"excluded by {pattern.pattern!r}"
+    for kind in precision.exclude_classes:
+        if kind in tensor.layer_classes:
+            return f"excluded: {kind}"
+    if precision.honours_declared:
+        if tensor.kept_by:
+            return tensor.kept_by
+        if SKIPPED_NAMES.search(tensor.name):
+            return "positions"
+        if tensor.dtype == "F32" and usual != "F32":
+            return f"stored in F32 beside {usual}"
     return ""
 
 
@@ -81,18 +130,37 @@ def explain_wide(component: Component, precision: Precision) -> str:
     numbers = numbers_of(precision)
     if numbers is None:
         return ""
-    usual = usual_dtype(component, numbers)
     kept: Counter[str] = Counter()
     total_bytes = 0
-    for block in component.blocks:
-        for tensor in filter(numbers.takes, block.tensors):
-            total_bytes += tensor.weight_bytes
-            if reason := why_wide(tensor, usual):
-                kept[reason] += tensor.weight_bytes
+    for tensor, reason in sort_weights(component, precision, numbers):
+        total_bytes += tensor.weight_bytes
+        if reason:
+            kept[reason] += tensor.weight_bytes
     if kept.total() < WORTH_A_LINE * total_bytes or not kept:
         return ""
     reasons = ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in kept.most_common())
     return f"{format_bytes(kept.total())} of the blocks stay as stored: {reasons}"
+
+
+def explain_unmeasured(component: Component, precision: Precision) -> str:
+    """Return between which sizes a component may rest, where what its weights lose is not measured; else empty."""
+    numbers = numbers_of(precision)
+    if numbers is None or math.isinf(limit_of(precision, numbers)):
+        return ""
+    forms, errors = choose_forms(component, precision), component.errors_in(numbers.name)
+    open_bytes = sum(
+        tensor.weight_bytes - sum(numbers.leaf_bytes(tensor))
+        for block in component.blocks
+        for tensor in block.tensors
+        if tensor.name in forms and tensor.name not in errors
+    )
+    if not open_bytes:
+        return ""
+    least = Sizes(component, forms).all_resident_bytes
+    return (
+        f"{format_bytes(least)} to {format_bytes(least + open_bytes)}: what its weights lose is measured when they are "
+        f"first read, and those above {limit_of(precision, numbers):.2g} stay as stored"
+    )
 
 
 def explain_reading(component: Component, forms: Forms, in_file: Collection[str]) -> list[str]:

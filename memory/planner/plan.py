@@ -13,6 +13,7 @@ from ..units import format_bytes
 from ..weights.form_numbers import Forms
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
+from .precision_table import PrecisionRow
 
 __all__ = ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"]
 
@@ -29,6 +30,8 @@ class ComponentPlan:
     shares: tuple[DevicePlan, ...]
     tier: str
     precision: Precision
+    precision_rows: tuple[PrecisionRow, ...] = ()
+    """What that does to its weights, by class of layer."""
     forms: Forms
     placement: PlacementItem
     pinned: frozenset[str] = frozenset()
@@ -96,6 +99,7 @@ class ComponentPlan:
             "kind": self.kind,
             "weight_bytes": self.weight_bytes,
             "precision": self.precision.name,
+            "precision_rows": [row.to_json() for row in self.precision_rows],
             "tier": self.tier,
             "host_bytes": self.host_bytes,
             "pinned_bytes": self.pinned_bytes,

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..options.placement import AUTO, Placement, SplitRatio
-from ..options.precision import Precision
+from ..options.precision import Precision, PrecisionRequest, precision_for
 from ..options.profile import LANGUAGE, OffloadProfile, covers
 from ..units import format_bytes
-from ..weights.component import Component
-from ..weights.form_numbers import rests_of
+from ..weights.component import Component, TensorSpec
+from ..weights.form_numbers import FormNumbers, rests_of
 from ..weights.known_forms import numbers_of
 from .capacity import Machine
 from .device_plan import plan_share
-from .form_choice import choose_forms, explain_wide
+from .form_choice import (
+    choose_forms,
+    explain_unmeasured,
+    explain_wide,
+    limit_of,
+    refuse_other_compute,
+    sort_weights,
+)
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
 from .mixed_tiers import share_ram
 from .plan import ComponentPlan, Plan
+from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
 from .sizes import Sizes, explain_non_block
 from .workload import find_blocking
 
-__all__ = ["plan_components"]
+__all__ = ["cuts_layers", "plan_components", "weights_to_measure"]
 
 # Fewer bytes of non-block weights are not worth a line.
 LEAST_NON_BLOCK_BYTES = 256 << 20
@@ -41,7 +50,7 @@ def plan_components(
     *,
     placement: Placement,
     profile: OffloadProfile,
-    precision: Precision | None = None,
+    precision: PrecisionRequest = None,
     block_seconds: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory all together.
@@ -124,6 +133,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
         shares=part.shares,
         tier=part.tier,
         precision=part.precision if part.forms else Precision.AS_STORED,
+        precision_rows=tabulate_precision(part.component, part.precision),
         forms=part.forms,
         # No tier is the name of several: without one the same is chosen again.
         placement=replace(
@@ -146,20 +156,23 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
 
 
 def draft(
-    component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
+    component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, request: PrecisionRequest
 ) -> tuple[StoreSpec, Sequence[SplitRatio], list[str]]:
     """Return what is decided before tiers and shares: forms and devices, with their reasons."""
     reasons: list[str] = [*component.shares, *([profile.origin] if profile.origin else [])]
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
-    by_profile = precision is None and profile_encodes(component, profile)
-    precision = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
+    precision, by_profile = chosen_precision(component, profile, request)
+    refuse_other_compute(component, precision)
     forms = choose_forms(component, precision)
     if (numbers := numbers_of(precision)) is not None:
         if not forms:
-            reasons.append(f"no block has weights that can rest {numbers.rests}: everything stays as stored")
+            reasons.append(explain_nothing(component, numbers))
         if kept := explain_wide(component, precision):
             reasons.append(kept)
+        reasons += [row.text(numbers.rests) for row in tabulate_precision(component, precision) if row.num_cast]
+        if forms and (range_of := explain_unmeasured(component, precision)):
+            reasons.append(range_of)
         if forms and component.from_header:
             reasons.append("planned from a header: which weights its class keeps as stored is not known")
     if component.non_block.weight_bytes >= LEAST_NON_BLOCK_BYTES and (line := explain_non_block(component)):
@@ -173,6 +186,43 @@ def draft(
         on_cpu=devices[0].device == "cpu",
     )
     return stores, devices, reasons
+
+
+def chosen_precision(
+    component: Component, profile: OffloadProfile, request: PrecisionRequest
+) -> tuple[Precision, bool]:
+    """Return the precision of a component, and whether it is the profile's, where none was asked for."""
+    asked = precision_for(request, component.name, component.kind)
+    by_profile = asked is None and profile_encodes(component, profile)
+    return (Precision.ENCODED if by_profile else asked or Precision.AS_STORED), by_profile
+
+
+def cuts_layers(component: Component, profile: OffloadProfile, request: PrecisionRequest) -> bool:
+    """Whether a component is to be widened layer by layer."""
+    precision, _ = chosen_precision(component, profile, request)
+    return precision.granularity == "layer" and not precision.is_as_stored
+
+
+def weights_to_measure(
+    component: Component, profile: OffloadProfile, request: PrecisionRequest
+) -> tuple[FormNumbers | None, list[TensorSpec]]:
+    """Return the form that was chosen for a component, and the weights that rest in it unless they lose too much.
+
+    None where there is no form, or no limit to what weights may lose.
+    """
+    precision, _ = chosen_precision(component, profile, request)
+    numbers = numbers_of(precision)
+    if numbers is None or math.isinf(limit_of(precision, numbers)):
+        return None, []
+    return numbers, [tensor for tensor, reason in sort_weights(component, precision, numbers) if not reason]
+
+
+def explain_nothing(component: Component, numbers: FormNumbers) -> str:
+    """Return why no weight rests in a form."""
+    said = f"no block has weights that can rest {numbers.rests}: everything stays as stored"
+    if not component.blocks and any(map(numbers.takes, component.non_block.tensors)):
+        return f"{said}; it has no blocks, and granularity layer casts its layers one by one"
+    return said
 
 
 def only_for_blocks(

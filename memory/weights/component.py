@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..options.placement import KINDS
 from .blocks import find_blocks
+from .known_errors import read_errors
 from .safetensors_header import DTYPE_BITS, TensorHeader, read_header
 
 __all__ = ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"]
@@ -38,6 +39,8 @@ class TensorSpec:
     encodable: bool = False
     kept_by: str = ""
     leaves: tuple[int, ...] = ()
+    layer_classes: tuple[str, ...] = ()
+    """The names of its layer's class and of those that it derives from; none where only a file is known."""
     other_names: tuple[str, ...] = ()
     """The other names of a tied weight."""
 
@@ -87,6 +90,8 @@ class Component:
     stays_as_stored: bool = False
     """Whether what rests in its file is used as stored there only: a host reads single weights of it, or its module
     came with weights, which may not be the file's."""
+    errors: frozenset[tuple[str, str, float]] = frozenset()
+    """What weights were measured to lose in a storage form, relative to their size: weight, form, error."""
     shares: tuple[str, ...] = ()
     """How much of its module other components own, one line each for the plan."""
     from_header: bool = False
@@ -95,6 +100,10 @@ class Component:
     @property
     def weight_bytes(self) -> int:
         return self.non_block.weight_bytes + sum(block.weight_bytes for block in self.blocks)
+
+    def errors_in(self, form: str) -> dict[str, float]:
+        """Return what its weights lose in a storage form, by name, as far as that was measured."""
+        return {weight: error for weight, measured, error in self.errors if measured == form}
 
     def lacking_bytes(self, block: Block) -> int:
         """Return the bytes of a block's weights that no file has as they are."""
@@ -117,7 +126,13 @@ def component_from_files(
     found = [tensor for header in headers for tensor in header.tensors if tensor.name.startswith(begins)]
     tensors = [spec_from_header(tensor) for tensor in found]
     component = group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
-    return replace(component, has_file=True, can_map=all(map(is_aligned, found)), from_header=True)
+    errors = frozenset(
+        (tensor, form, error)
+        for header in headers
+        for form, known in read_errors(header.version, header.tensors).items()
+        for tensor, error in known.items()
+    )
+    return replace(component, errors=errors, has_file=True, can_map=all(map(is_aligned, found)), from_header=True)
 
 
 def is_aligned(tensor: TensorHeader) -> bool:

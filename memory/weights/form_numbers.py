@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,6 +49,7 @@ class FormNumbers:
         effect: what it does to a model, after its name, in a tooltip.
         leaves: in the order of the leaves that the form's class makes.
         suits: whether the form is defined for a weight of this shape, such as rows of whole groups.
+        error_limit: weights that lose more, relative to their size, stay as stored unless the user sets another limit.
         in_parts: whether a weight can be measured and encoded part by part, which its file then is read in: it has one
             leaf, of as many elements as the weight.
     """
@@ -57,6 +59,7 @@ class FormNumbers:
     effect: str
     leaves: tuple[LeafNumbers, ...]
     suits: Callable[[TensorSpec], bool] = every_shape
+    error_limit: float = math.inf
     in_parts: bool = False
 
     def takes(self, tensor: TensorSpec) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -88,10 +89,18 @@ def describe_parameters(
                     and not is_adapters(modules, aliases[0])
                 ),
                 kept_by=declared.why_wide(aliases[0]),
+                layer_classes=layer_classes(type(owner)),  # type: ignore[arg-type]
             )
         )
     places = {spec.name: shared.lent[number] for spec in specs if (number := id(parameters[spec.name])) in shared.lent}
     return specs, places
+
+
+@cache
+def layer_classes(kind: type) -> tuple[str, ...]:
+    """Return the names of a layer's class and of those that it derives from, up to torch's own base."""
+    classes = kind.__mro__[: kind.__mro__.index(nn.Module)] if kind is not nn.Module else (nn.Module,)
+    return tuple(each.__name__ for each in classes)
 
 
 def describe_buffers(module: nn.Module, shared: Shared) -> tuple[TensorSpec, ...]:

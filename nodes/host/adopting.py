@@ -12,7 +12,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...memory.hosted_component import why_not_movable
 from ...memory.options.placement import AUTO_PLACEMENT
-from ...memory.options.precision import Precision
+from ...memory.options.precision import Precision, precision_for
 from ...memory.options.profile import covers
 from .core_fields import (
     NOTE,
@@ -66,7 +66,7 @@ def adopt(
     """
     notes = [*notes]
     device = load_device_for(request, notes)
-    profile, precision = request.profile, request.precision
+    profile, precision = request.profile, precision_for(request.precision, name, kind)
     reason = why_unmanageable(patcher)
     if reason is not None:
         set_device(patcher, device)
@@ -75,7 +75,7 @@ def adopt(
         return leave_to_core(patcher, reason, name=name, kind=kind, request=request, notes=notes)
     by_profile = precision is None and covers(profile.quantize, name, kind)
     wanted = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
-    if is_cpu(device) and wanted != Precision.AS_STORED:
+    if is_cpu(device) and not wanted.is_as_stored:
         asked = f"profile {profile.name}: " if by_profile else ""
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")
     if model is None:

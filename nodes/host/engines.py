@@ -10,7 +10,7 @@ import torch
 
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import device_name
-from ...memory.options.precision import Precision
+from ...memory.options.precision import Precision, precision_for
 from ...memory.options.profile import covers
 from . import aimdo
 from .hosted import AUTO_ENGINE, BLOCKS, DYNAMIC, Request
@@ -60,7 +60,8 @@ def text_of_off() -> str:
 
 def why_blocks(request: Request, name: str, kind: str, loaded_on: torch.device | None) -> str | None:
     """Return what was asked for that dynamic VRAM cannot do, None if it can do everything."""
-    profile, precision, item = request.profile, request.precision, request.placement.items[0]
+    profile, item = request.profile, request.placement.items[0]
+    precision = precision_for(request.precision, name, kind)
     if len(request.devices) > 1:
         return f"dynamic VRAM cannot split a model over {' and '.join(request.devices)}"
     if request.devices == ("cpu",):
@@ -74,7 +75,7 @@ def why_blocks(request: Request, name: str, kind: str, loaded_on: torch.device |
         return f"dynamic VRAM is off for gpu:{index or 0}"
     if precision is None and covers(profile.quantize, name, kind):
         return f"profile {profile.name} asks for {Precision.ENCODED.name}, and dynamic VRAM keeps weights as stored"
-    if precision not in (None, Precision.AS_STORED):
+    if precision is not None and not precision.is_as_stored:
         return f"dynamic VRAM keeps weights as stored; precision {precision.name} was asked for"
     asked = settings_for_blocks(request, name, kind)
     return f"the profile sets {' and '.join(asked)}, which dynamic VRAM does not have" if asked else None

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...memory.hosted_component import HostedComponent
 from ...memory.options.placement import AUTO_PLACEMENT, Placement
-from ...memory.options.precision import DEFAULT_PRECISION, Precision
+from ...memory.options.precision import DEFAULT_PRECISION, PrecisionRequest
 from ...memory.options.profile import OffloadProfile
 
 __all__ = [
@@ -42,7 +42,7 @@ class Request:
     """What a node asks for: its widgets' texts, read once."""
 
     profile: OffloadProfile = field(default_factory=OffloadProfile)
-    precision: Precision | None = DEFAULT_PRECISION
+    precision: PrecisionRequest = DEFAULT_PRECISION
     placement: Placement = AUTO_PLACEMENT
     node_id: str | None = None
     engine: str = AUTO_ENGINE

@@ -73,8 +73,8 @@ def explain_mismatch(
         remedies = [f"{likely}; else {remedies[0]}"]
     elif streams and stranger in ("cpu", "meta"):
         remedies.append(
-            "choose a profile with all blocks resident if the module uses weights of a block, or their .device, "
-            "outside the block"
+            "choose a profile with all blocks resident, or larger blocks, if the module uses weights of a block, or "
+            "their .device, outside the block"
         )
     if likely is None:
         remedies.append("call reprofile() if layers were added")

@@ -1,0 +1,366 @@
+"""Layerwise casting as a user asks for it: which weights are cast, at which granularity, and what is said of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from highwater.memory import load_model, manage
+from highwater.memory.errors import InvalidInput
+from highwater.memory.options.placement import AUTO_PLACEMENT
+from highwater.memory.options.precision import Precision, parse_precision
+from highwater.memory.options.profile import OffloadProfile
+from highwater.memory.planner.capacity import DeviceCapacity, Machine
+from highwater.memory.planner.planning import plan_components
+from highwater.memory.weights.component import component_from_files
+from highwater.memory.weights.known_forms import FORMS
+from highwater.memory.weights.source import WeightsSource
+
+WIDTH = 32
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        hidden = functional.gelu(self.up(x))
+        if hidden.dtype is not self.down.weight.dtype:  # as T5 does
+            hidden = hidden.to(self.down.weight.dtype)
+        return x + self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Flat(nn.Module):
+    """Layers that no list and no number joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.third = nn.Conv1d(5, 5, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(functional.gelu(self.first(x))))
+
+
+def build(kind: type[nn.Module] = Net, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind().to(dtype).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def rounded(net: nn.Module, names: Any, form: str = "fp8 scaled") -> nn.Module:
+    """Return a copy whose named weights were encoded and decoded."""
+    net = copy.deepcopy(net)
+    kind = FORMS[form][1]()
+    for name in names:
+        weight = net.get_parameter(name)
+        measured = kind.measure(weight, name=name)
+        weight.copy_(measured.decode(measured.encode(weight), weight.dtype))
+    return net
+
+
+def forms_of(managed: Any) -> set[str]:
+    return {*managed.members[0].managed.plan.forms}
+
+
+ALL = {f"blocks.{number}.{layer}.weight" for number in range(4) for layer in ("attention.out_proj", "up", "down")}
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("profile", ["auto", "gpu:0=0.055MiB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_both_granularities_compute_the_same(machine, granularity: str, profile: str, dtype: torch.dtype) -> None:
+    net, x = build(dtype=dtype), X.to(dtype)
+    want = rounded(net, ALL)(x)
+    with machine(4) as manager:
+        precision = Precision("fp8 scaled", granularity=granularity)
+        with manage(net, profile, placement="gpu:0", precision=precision, manager=manager) as managed:
+            assert forms_of(managed) == ALL
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            (share,) = managed.plan["model"].shares
+            scratch = {"layer": 3 * WIDTH * WIDTH, "block": 7 * WIDTH * WIDTH}[granularity] * dtype.itemsize
+            assert share.scratch_bytes == scratch, "only what is widened at once"
+            assert bool(share.streamed) == (profile != "auto")
+            assert managed.verify(lambda: net(x)).is_equal
+        assert torch.equal(net(x), want)
+
+
+@torch.no_grad()
+def test_layers_of_a_module_without_blocks_are_cast_one_by_one(machine) -> None:
+    net = build(Flat)
+    names = {"first.weight", "second.weight", "third.weight"}
+    with machine(4) as manager:
+        with manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+            assert not forms_of(managed)
+            assert "it has no blocks, and granularity layer casts its layers one by one" in managed.plan.text()
+        want = rounded(net, names)(X)
+        precision = Precision.of(torch.float8_e4m3fn, granularity="layer")
+        with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+            assert forms_of(managed) == names
+            assert torch.equal(net(X).cpu(), want)
+            assert "Linear: 2 of 4 weights in eight bits" in managed.plan.text(), "biases are weights, too"
+
+
+def test_a_split_has_whole_blocks(machine) -> None:
+    with machine(4, 4) as manager, pytest.raises(InvalidInput, match="granularity layer of model: a split puts whole"):
+        manage(build(), placement="gpu:0&gpu:1", precision=Precision("bf16", granularity="layer"), manager=manager)
+
+
+class ReadsInside(nn.Module):
+    """Uses the weight of a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.called = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(functional.linear(x, self.layer.weight, self.layer.bias))
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsInside() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_a_layer_that_is_read_and_not_called_is_right_or_refused(machine) -> None:
+    names = {f"blocks.{number}.{layer}.weight" for number in range(4) for layer in ("layer", "called")}
+    net = build(Reading, torch.bfloat16)
+    x = X.bfloat16()
+    want = rounded(net, names)(x)
+    with machine(4) as manager:
+        for granularity, profile in (("block", "auto"), ("block", "gpu:0=0.014MiB"), ("layer", "auto")):
+            precision = Precision("fp8 scaled", granularity=granularity)
+            with manage(net, profile, placement="gpu:0", precision=precision, manager=manager):
+                assert torch.equal(net(x).cpu(), want), (granularity, profile)
+        precision = Precision("fp8 scaled", granularity="layer")
+        with (
+            manage(net, "gpu:0=0.009MiB", placement="gpu:0", precision=precision, manager=manager),
+            pytest.raises(RuntimeError, match="choose a profile with all blocks resident, or larger blocks"),
+        ):
+            net(x)
+
+
+# -- which weights are cast
+
+
+def names_with(precision: Precision, net: nn.Module, machine: Any) -> tuple[set[str], str]:
+    with machine(4) as manager, manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+        return forms_of(managed), managed.plan.text()
+
+
+def test_patterns_and_classes_keep_what_they_name(machine) -> None:
+    names, text = names_with(Precision.of("fp8", exclude=[r"blocks\.[01]\.", "^up"]), build(), machine)
+    assert names == {name for name in ALL if name.startswith(("blocks.2", "blocks.3"))}
+    assert r"excluded by 'blocks\\.[01]\\.'" in text and "'^up'" not in text
+    names, text = names_with(Precision.of("fp8", exclude_classes=[nn.Linear]), build(), machine)
+    assert names == set() and "everything stays as stored" in text, "out_proj's class derives from Linear"
+    own = type("OwnLinear", (nn.Linear,), {})
+    net = build()
+    net.blocks[1].up.__class__ = own
+    names, text = names_with(Precision.of("fp8", exclude_classes=["OwnLinear"]), net, machine)
+    assert names == ALL - {"blocks.1.up.weight"} and "excluded: OwnLinear" in text
+
+
+def test_what_a_class_declares_counts_unless_it_is_told_not_to(machine) -> None:
+    Net._skip_layerwise_casting_patterns = ["down"]
+    try:
+        names, text = names_with(Precision.of("fp8"), build(), machine)
+        assert names == {name for name in ALL if "down" not in name} and "'down' of Net" in text
+        names, _ = names_with(Precision.of("fp8", honours_declared=False), build(), machine)
+        assert names == ALL
+    finally:
+        del Net._skip_layerwise_casting_patterns
+
+
+@torch.no_grad()
+def test_what_loses_too_much_stays_and_the_table_says_so(machine) -> None:
+    net = build(dtype=torch.bfloat16)
+    for block in net.blocks:
+        block.up.weight.normal_(std=0.05)
+        block.down.weight.normal_(std=0.05)
+    small, spiked = net.blocks[1].up.weight, net.blocks[2].down.weight
+    small.normal_(std=0.002)
+    spiked[0, 0] = 3000.0  # the others share its scale
+    assert names_with(Precision.of("fp8", scale="none", error_limit=math.inf), copy.deepcopy(net), machine)[0] == ALL
+    with (
+        machine(4) as manager,
+        manage(net, placement="gpu:0", precision=Precision.of("fp8", scale="none"), manager=manager) as managed,
+    ):
+        kept = ALL - forms_of(managed)
+        assert "blocks.1.up.weight" in kept and "blocks.0.up.weight" not in kept
+        assert "would lose more than 0.06" in managed.plan.text()
+        rows = json.loads(json.dumps(managed.plan.to_json()))["components"][0]["precision_rows"]
+        assert [row["layer"] for row in rows] == ["Linear", "other layers"] or len(rows) == 3
+        linear = rows[0]
+        assert 0 < linear["error"] <= 0.06
+        assert linear["why_kept"]["would lose more than 0.06"] == sum(
+            net.get_parameter(name).nbytes for name in kept if "out_proj" not in name
+        )
+        assert linear["saved_bytes"] * 2 == linear["cast_bytes"]
+        assert linear["cast_bytes"] + linear["kept_bytes"] == sum(
+            weight.nbytes for part in net.modules() if type(part) is nn.Linear for weight in part.parameters()
+        )
+        assert net.blocks[1].up.weight is not None
+    scaled = names_with(Precision.of("fp8"), copy.deepcopy(net), machine)[0]
+    assert ALL - scaled == {"blocks.2.down.weight"}, "a scale for all of it does not help beside one large element"
+    assert names_with(Precision.of("fp8", scale="row"), copy.deepcopy(net), machine)[0] == ALL
+
+
+@torch.no_grad()
+def test_only_floats_that_compute_in_a_layer_are_cast(machine) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(8, 8).double()
+            self.codes = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+            self.flags = nn.Parameter(torch.ones(8, dtype=torch.bool), requires_grad=False)
+            self.phases = nn.Parameter(torch.ones(8, dtype=torch.complex64), requires_grad=False)
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("table", torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.wide(x.double()).float() * self.codes + self.flags * self.phases.real
+            return self.layer(x) @ self.table
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Odd() for _ in range(3))).eval().requires_grad_(False)
+    x = torch.randn(4, 8)
+    names = {f"{number}.layer.weight" for number in range(3)}
+    want = rounded(net, names)(x)
+    before = x.clone()
+    with machine(4) as manager, manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+        assert forms_of(managed) == names
+        assert torch.equal(net(x).cpu(), want) and torch.equal(x, before)
+
+
+def test_another_compute_dtype_than_the_components_is_refused(machine) -> None:
+    with machine(4) as manager:
+        with pytest.raises(InvalidInput, match="compute_dtype F16 was asked for, and its weights compute in F32"):
+            manage(build(), placement="gpu:0", precision=Precision.of("fp8", torch.float16), manager=manager)
+        with manage(build(), placement="gpu:0", precision=Precision.of("bf16", "float32"), manager=manager) as managed:
+            assert forms_of(managed) == ALL
+
+
+@torch.no_grad()
+def test_each_component_has_its_own_precision(machine) -> None:
+    parts = {"transformer": build(), "text_encoder": build(), "vae": build()}
+    text, want = "diffusion=fp8 scaled,text=bf16", rounded(build(), ALL)(X)
+    with machine(4) as manager, manage(parts, placement="gpu:0", precision=text, manager=manager) as managed:
+        found = {plan.component: plan.precision.name for plan in managed.plan.components}
+        assert found == {"transformer": "fp8 scaled", "text_encoder": "bf16", "vae": "as stored"}
+        assert torch.equal(parts["transformer"](X).cpu(), want)
+
+
+# -- measured once
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "highwater" / "errors"
+
+
+def header_plan(path: Path) -> Any:
+    memory = Machine(
+        devices=tuple(
+            DeviceCapacity(name=name, available_bytes=1 << 30, total_bytes=1 << 30) for name in ("cpu", "gpu:0")
+        )
+    )
+    component = component_from_files([path], name="net")
+    precision = parse_precision("fp8 plain", forms=FORMS)
+    return plan_components(
+        [component], memory, placement=AUTO_PLACEMENT, profile=OffloadProfile(), precision=precision
+    ).components[0]
+
+
+@torch.no_grad()
+def test_a_file_is_measured_once_and_plans_know_it(machine, tmp_path: Path, cache: Path, monkeypatch) -> None:
+    net = build(dtype=torch.bfloat16)
+    net.blocks[1].up.weight.mul_(0.01)
+    path = tmp_path / "net.safetensors"
+    save_file(net.state_dict(), path)
+    read: list[str] = []
+    read_into = WeightsSource.read_into
+
+    def noted(self: WeightsSource, targets: Any, **options: Any) -> Any:
+        targets = list(targets)
+        read.extend(name for name, *_ in targets)
+        return read_into(self, targets, **options)
+
+    assert "first read, and those above 0.06 stay as stored" in "\n".join(header_plan(path).reasons)
+    monkeypatch.setattr(WeightsSource, "read_into", noted)
+    for round_number in range(2):
+        read.clear()
+        loaded = load_model(path, Net)
+        with machine(4) as manager:
+            precision = "fp8 plain"
+            with manage(loaded, placement="gpu:0:disk", precision=precision, manager=manager) as managed:
+                assert "blocks.1.up.weight" in ALL - forms_of(managed)
+                assert bool(ALL & {*read}) == (round_number == 0), "what was measured is known to the next process"
+                assert torch.equal(loaded(X.bfloat16()).cpu(), rounded(net, forms_of(managed), precision)(X.bfloat16()))
+    plan = header_plan(path)
+    assert "would lose more than 0.06" in "\n".join(plan.reasons)
+    assert not any("first read" in reason for reason in plan.reasons)
+    assert "blocks.1.up.weight" not in plan.forms
+    (kept,) = cache.iterdir()
+    for damage in (b"", b"{", b'{"fp8 plain": 3}', b'{"fp8 plain": {"blocks.0.up.weight": "x"}}', b"[" * 100000):
+        kept.write_bytes(damage)
+        assert any("first read" in reason for reason in header_plan(path).reasons)
+    net.blocks[1].up.weight.mul_(100.0)
+    save_file(net.state_dict(), path)
+    assert any("first read" in reason for reason in header_plan(path).reasons), "another file"
+
+
+@torch.no_grad()
+def test_a_weight_is_measured_again_where_it_was_written_to(machine) -> None:
+    net = build()
+    with machine(4) as manager:
+        for scale, is_kept in ((1.0, False), (1e-3, True), (1e3, False)):
+            net.blocks[0].up.weight.mul_(scale)
+            with manage(net, placement="gpu:0", precision="fp8 plain", manager=manager) as managed:
+                assert ("blocks.0.up.weight" not in forms_of(managed)) == is_kept
+                managed.reprofile("gpu:0=90%")
+                assert ("blocks.0.up.weight" not in forms_of(managed)) == is_kept
