@@ -27,6 +27,7 @@ CASES = (
     "locking",
     "overhead",
     "overlap",
+    "precision",
     "streaming",
     "switching",
     "tiers",
