@@ -23,6 +23,7 @@ from .image import HighwaterSaveImage
 from .keep import HighwaterKeep, HighwaterRelease
 from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .pipelines.verify import HighwaterVerifyPipeline
+from .precision import HighwaterPrecision
 from .report import HighwaterMemoryReport
 from .watermark import HighwaterWatermark
 
@@ -36,6 +37,7 @@ NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterVerifyPipeline,
     HighwaterSaveImage,
     HighwaterWatermark,
+    HighwaterPrecision,
     HighwaterKeep,
     HighwaterRelease,
     HighwaterLimits,

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..memory.errors import InvalidInput
 from ..memory.model_loading import load_model
 from ..memory.options.placement import parse_placement
-from ..memory.options.precision import parse_precision
+from ..memory.options.precision import PrecisionRequest, parse_precision
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Machine, Plan
 from ..memory.planner.planning import plan_components
@@ -34,7 +34,7 @@ def plan_files(
     *,
     profile: str,
     placement: str,
-    precision: str | None,
+    precision: str | PrecisionRequest,
     is_hosted: bool = False,
 ) -> Plan:
     """Plan single-file models as if one workflow used them all; precision None is what the profile says.
@@ -57,7 +57,9 @@ def plan_files(
     return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
 
 
-def plan_pipeline(folder: Path, machine: Machine, *, profile: str, placement: str, precision: str | None) -> Plan:
+def plan_pipeline(
+    folder: Path, machine: Machine, *, profile: str, placement: str, precision: str | PrecisionRequest
+) -> Plan:
     """Plan the components of a pipeline folder, as `plan_files` does for files."""
     from .pipelines.pipeline_folders import check_pipeline, weights_files
 
@@ -69,7 +71,7 @@ def plan_pipeline(folder: Path, machine: Machine, *, profile: str, placement: st
 
 
 def plan_parts(
-    parts: Sequence[Component], machine: Machine, *, profile: str, placement: str, precision: str | None
+    parts: Sequence[Component], machine: Machine, *, profile: str, placement: str, precision: str | PrecisionRequest
 ) -> Plan:
     devices = [device.name for device in machine.devices]
     names = [part.name for part in parts]
@@ -78,8 +80,13 @@ def plan_parts(
         machine,
         placement=parse_placement(placement, devices=devices, components=names),
         profile=parse_profile(profile, devices=devices, components=names),
-        precision=parse_precision(precision, forms=FORMS, components=names),
+        precision=read_precisions(precision, names),
     )
+
+
+def read_precisions(precision: str | PrecisionRequest, components: Sequence[str]) -> PrecisionRequest:
+    """Return what a text names, or what was read before."""
+    return parse_precision(precision, forms=FORMS, components=components) if isinstance(precision, str) else precision
 
 
 def describe_checkpoint(path: Path) -> list[Component]:

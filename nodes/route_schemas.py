@@ -102,11 +102,25 @@ SHARE = record(
         "keeps_bytes": BYTES,
     }
 )
+PRECISION_ROW = record(
+    {
+        "layer": NAME,
+        "num_cast": BYTES,
+        "cast_bytes": BYTES,
+        "resting_bytes": BYTES,
+        "saved_bytes": BYTES,
+        "error": {"type": ["number", "null"]},
+        "num_kept": BYTES,
+        "kept_bytes": BYTES,
+        "why_kept": mapped(BYTES),
+    }
+)
 COMPONENT_PLAN = {
     "component": NAME,
     "kind": NAME,
     "weight_bytes": BYTES,
     "precision": NAME,
+    "precision_rows": listed(PRECISION_ROW),
     "tier": NAME,
     "host_bytes": BYTES,
     "pinned_bytes": BYTES,

@@ -9,20 +9,14 @@ from comfy_api.latest import io
 
 from ..memory.errors import require
 from ..memory.options.placement import AUTO, Placement, parse_placement
-from ..memory.options.precision import (
-    BY_PROFILE,
-    DEFAULT_PRECISION,
-    Precision,
-    PrecisionRequest,
-    parse_precision,
-    precision_names,
-)
+from ..memory.options.precision import DEFAULT_PRECISION, PrecisionRequest, parse_precision, precision_names
 from ..memory.options.profile import OffloadProfile, parse_profile
-from ..memory.weights.known_forms import FORMS, numbers_of
+from ..memory.weights.known_forms import FORMS
 from .device_choices import device_names, missing_devices
 
 __all__ = [
     "precision_input",
+    "precisions_input",
     "profile_input",
     "read_placement",
     "read_precision",
@@ -35,6 +29,14 @@ PROFILE_TOOLTIP = (
     "ready-made profiles, from much RAM and VRAM (1) to very little of both (5). Or an amount of VRAM: 8GiB, 80%, "
     "-2GiB (leaves 2 GiB free). Or a profile with changes: 4,diffusion=2GiB,prefetch=2."
 )
+PRECISION_TOOLTIP = (
+    "as stored: no change. fp8 scaled: weights of blocks rest in eight bits with a scale per tensor, half of 16 bits, "
+    "at an error of 0.027 in each: of a 23.8 GB Flux 15.2 GB rest, and on an H200 a streamed step takes 0.72 of the "
+    "time, one with all on the device 1.11. fp8 plain: without scales, as ComfyUI's fp8_e4m3fn, which loses up to 0.28 "
+    "of small weights. fp8 per row: a scale per row. e5m2: twice the error. bf16, fp16: halve 32-bit weights; 16-bit "
+    "ones stay. by profile: 1 to 5 keep the diffusion model in eight bits, auto does not."
+)
+EACH_ITS_OWN = "Each part may have its own: diffusion=fp8 scaled,text=bf16."
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 NUM_REMEMBERED = 64
 
@@ -44,25 +46,19 @@ def profile_input(*, optional: bool = False) -> io.Input:
 
 
 def precision_input(*, optional: bool = False) -> io.Input:
+    """Return the input of a loader of one component."""
     return io.Combo.Input(
         "precision",
         optional=optional,
         options=list(precision_names(FORMS)),
         default=DEFAULT_PRECISION.name,
-        tooltip=precision_tooltip(),
+        tooltip=PRECISION_TOOLTIP,
     )
 
 
-def precision_tooltip() -> str:
-    quantized = numbers_of(Precision.ENCODED)
-    assert quantized is not None
-    return " ".join(
-        [
-            f"{Precision.AS_STORED.name}: no change.",
-            *(f"{name}: {numbers.effect}." for name, (numbers, _) in FORMS.items()),
-            f"{BY_PROFILE}: 1 to 5 keep the diffusion model {quantized.rests}, auto does not.",
-        ]
-    )
+def precisions_input() -> io.Input:
+    """Return the input of a loader of several components, which may have one each."""
+    return io.String.Input("precision", default=DEFAULT_PRECISION.name, tooltip=f"{PRECISION_TOOLTIP} {EACH_ITS_OWN}")
 
 
 def seed_input(tooltip: str, **options: Any) -> io.Input:
@@ -88,13 +84,19 @@ def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
 
 def read_precision(text: str, components: tuple[str, ...] = ()) -> PrecisionRequest:
     """Return the precisions that a widget names; None is what the profile says. Raises `InvalidInput`."""
-    return parse_precision(text, forms=FORMS, components=components)
+    require(text, str, what="precision", allowed="text")
+    return parse_precision_once(text, components)
 
 
 # The host has a widget checked before the run and hands its text to the node again: one reading serves both.
 @lru_cache(maxsize=NUM_REMEMBERED)
 def parse_profile_once(text: str, devices: tuple[str, ...], components: tuple[str, ...]) -> OffloadProfile:
     return parse_profile(text, devices=devices, components=components)
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def parse_precision_once(text: str, components: tuple[str, ...]) -> PrecisionRequest:
+    return parse_precision(text, forms=FORMS, components=components)
 
 
 @lru_cache(maxsize=NUM_REMEMBERED)

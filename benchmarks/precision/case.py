@@ -42,8 +42,8 @@ def measure() -> Result:
         ),
         more={
             "Whole tiny models with random weights, by their standard deviation (norms near 1, biases 0.02), of "
-            "ComfyUI's own classes, in float32: the error of their outputs, relative to their size. ComfyUI: all weights in fp8_e4m3fn, cast "
-            "as they compute, by its own layers.": models,
+            "ComfyUI's own classes, in float32: the error of their outputs, relative to their size. ComfyUI: all "
+            "weights in fp8_e4m3fn, cast as they compute, by its own layers.": models,
             "A real text encoder, all-MiniLM-L6-v2, in float32: bytes at rest, and the cosine similarity of the "
             "embeddings of eight sentences to those of the original, the least and the mean.": texts,
             "A step of a model whose blocks all stream, in virtual time on one compute stream, widening included; "

@@ -16,7 +16,8 @@ from ...nodes.plans import plan_pipeline
 
 if TYPE_CHECKING:
     from ...memory.options.marks import Marks
-    from ..runner.workflow import WorkflowNode
+    from ...memory.options.precision import Precisions
+    from ..runner.workflow import Link, Workflow, WorkflowNode
     from .hardware import Hardware
 
 __all__ = ["machine_for", "plan_workflow"]
@@ -67,11 +68,33 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Ma
             machine,
             profile=value_of(path, node, "profile"),
             placement=value_of(path, node, "placement"),
-            precision=value_of(path, node, "precision"),
+            precision=precision_of(path, node, workflow),
         )
     if not plans:
         raise InvalidInput(f"{path}: loads no pipeline; a plan needs a HighwaterLoadPipeline node")
     return plans
+
+
+def precision_of(path: Path, node: WorkflowNode, workflow: Workflow) -> str | Precisions:
+    """Return the precision of a loader: its own words, or those of the Precision nodes that are linked to it."""
+    link = node.inputs.get("precision_options")
+    return value_of(path, node, "precision") if link is None else linked_precisions(path, link, workflow)
+
+
+def linked_precisions(path: Path, link: Link, workflow: Workflow) -> Precisions:
+    from ...nodes.precision import combine, read_options
+
+    node = workflow.nodes[link.node_id]
+    if node.schema.node_id != "HighwaterPrecision":
+        raise InvalidInput(
+            f"{path}: {node.label} gives precision_options; a plan reads those of a Precision node alone"
+        )
+    widgets = {name: value for name, value in node.inputs.items() if name != "others"}
+    for name, value in widgets.items():
+        if not isinstance(value, str | int | float):
+            value_of(path, node, name)  # refuses a linked one
+    others = node.inputs.get("others")
+    return combine(read_options(**widgets), others and linked_precisions(path, others, workflow))
 
 
 def value_of(path: Path, node: WorkflowNode, name: str) -> str:

@@ -11,12 +11,14 @@ from ...memory.options.placement import AUTO
 from ...memory.options.precision import DEFAULT_PRECISION
 from ..default_profile import chosen_profile, profile_fingerprint
 from ..device_choices import DEFAULT, fit_profile, placement_choices, resolve_placement
+from ..precision import options_input
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
-from ..widget_values import precision_input, profile_input, read_precision, read_profile
+from ..widget_values import precision_input, precisions_input, profile_input, read_precision, read_profile
 from .model_files import files_fingerprint
 
 if TYPE_CHECKING:
+    from ...memory.options.precision import Precisions
     from ..host import Request
 
 __all__ = ["ModelNode", "answer", "answer_with", "model_schema", "read_request", "request_inputs"]
@@ -24,15 +26,16 @@ __all__ = ["ModelNode", "answer", "answer_with", "model_schema", "read_request",
 ENGINES = ("auto", "dynamic", "blocks")
 
 
-def request_inputs(*, optional: bool = False) -> list[io.Input]:
+def request_inputs(*, optional: bool = False, is_several: bool = False) -> list[io.Input]:
     """Return the inputs that every node for a model ends with; lists devices, touches none.
 
     Args:
+        is_several: for a node that loads several components, which may rest in a precision each.
         optional: for a node that has optional inputs of its own: the page puts those last otherwise.
     """
     return [
         profile_input(optional=optional),
-        precision_input(optional=optional),
+        precisions_input() if is_several else precision_input(optional=optional),
         io.Combo.Input(
             "placement",
             optional=optional,
@@ -56,18 +59,20 @@ def request_inputs(*, optional: bool = False) -> list[io.Input]:
         WatermarkType.Input(
             "watermark", optional=True, tooltip="From a Watermark node, which is then set before this model is loaded."
         ),
+        options_input(),
     ]
 
 
-def model_schema(*, inputs: Sequence[io.Input], optional_request: bool = False, **fields: Any) -> io.Schema:
+def model_schema(
+    *, inputs: Sequence[io.Input], optional_request: bool = False, is_several: bool = False, **fields: Any
+) -> io.Schema:
     """Return the schema of a node for a model: inputs of its own, then those of `request_inputs`."""
-    return make_schema(
-        inputs=[*inputs, *request_inputs(optional=optional_request)], hidden=[io.Hidden.unique_id], **fields
-    )
+    more = request_inputs(optional=optional_request, is_several=is_several)
+    return make_schema(inputs=[*inputs, *more], hidden=[io.Hidden.unique_id], **fields)
 
 
 class ModelNode(io.ComfyNode):
-    """A node for a model: checks the budget before anything is loaded, whatever the model is.
+    """A node for a model: checks budget and precision before anything is loaded, whatever the model is.
 
     All else is left to the host's own check of combos, which marks the one input and not all that are named here.
     """
@@ -84,12 +89,14 @@ class ModelNode(io.ComfyNode):
         return (files_fingerprint(cls.FOLDER, names) if names else "") + profile_fingerprint(inputs.get("profile"))
 
     @classmethod
-    def validate_inputs(cls, profile: str | None = None) -> bool | str:
+    def validate_inputs(cls, profile: str | None = None, precision: str | None = None) -> bool | str:
         from ...memory.errors import InvalidInput
 
         try:
             if profile is not None:  # a linked widget's value is known when the node runs
                 read_profile(profile)
+            if precision is not None:
+                read_precision(precision)
         except InvalidInput as error:
             return str(error)
         return True
@@ -103,6 +110,7 @@ def read_request(
     placement: str = DEFAULT,
     engine: str = ENGINES[0],
     watermark: DeviceWatermark | None = None,
+    precision_options: Precisions | None = None,
 ) -> tuple[Request, list[str]]:
     """Return what the inputs of `request_inputs` ask for, and what the node has to say about it.
 
@@ -122,7 +130,7 @@ def read_request(
         more_notes = [*more_notes, *watermark.apply()]
     request = Request(
         profile=asked,
-        precision=read_precision(precision),
+        precision=read_precision(precision) if precision_options is None else precision_options,
         placement=resolved,
         node_id=node.hidden.unique_id,
         engine=engine,

@@ -203,6 +203,7 @@ class HighwaterLoadCheckpoint(ModelNode):
             inputs=[
                 file_input("ckpt_name", "checkpoints", "The checkpoint's file."),
             ],
+            is_several=True,
             outputs=[
                 io.Model.Output(display_name="model", tooltip="The diffusion model, managed by Highwater."),
                 io.Clip.Output(display_name="clip", tooltip="Its text encoder. The node says if the file has none."),

@@ -9,11 +9,13 @@ from comfy_api.latest import io
 from ...memory.options.placement import AUTO
 from ..default_profile import chosen_profile, profile_fingerprint
 from ..device_choices import fit_placement, fit_profile
+from ..precision import options_input
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
-from ..widget_values import precision_input, profile_input, read_placement, read_profile, seed_input
+from ..widget_values import precisions_input, profile_input, read_placement, read_precision, read_profile, seed_input
 
 if TYPE_CHECKING:
+    from ...memory.options.precision import Precisions
     from .sampling import LoadedPipeline
 
 __all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "PipelineType"]
@@ -44,7 +46,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                     ),
                 ),
                 profile_input(),
-                precision_input(),
+                precisions_input(),
                 io.String.Input(
                     "placement",
                     default=AUTO,
@@ -58,6 +60,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                     optional=True,
                     tooltip="From a Watermark node: how much memory stays free while this pipeline is used.",
                 ),
+                options_input(),
             ],
             outputs=[
                 PipelineType.Output(display_name="pipeline", tooltip="The loaded pipeline, managed by Highwater.")
@@ -67,7 +70,11 @@ class HighwaterLoadPipeline(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, pipeline: str | None = None, profile: str | None = None, placement: str | None = None
+        cls,
+        pipeline: str | None = None,
+        profile: str | None = None,
+        precision: str | None = None,
+        placement: str | None = None,
     ) -> bool | str:
         """Check what a shared workflow may name wrongly, before anything is loaded."""
         from ...memory.errors import InvalidInput
@@ -80,6 +87,8 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 components = tuple(check_pipeline(find_pipeline(pipeline)))  # reads headers only
                 if profile is not None:  # None is a linked widget, read when the node runs
                     read_profile(profile, components)
+                if precision is not None:
+                    read_precision(precision, components)
                 if placement is not None:
                     read_placement(placement, components)
         except InvalidInput as error:
@@ -97,7 +106,13 @@ class HighwaterLoadPipeline(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: str, profile: str, precision: str, placement: str, watermark: DeviceWatermark | None = None
+        cls,
+        pipeline: str,
+        profile: str,
+        precision: str,
+        placement: str,
+        watermark: DeviceWatermark | None = None,
+        precision_options: Precisions | None = None,
     ) -> io.NodeOutput:
         from ...memory import manage
         from ..progress import showing_loadings
@@ -115,7 +130,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 pipe,
                 profile=fitting_profile,
                 placement=fitting_placement,
-                precision=precision,
+                precision=read_precision(precision, components) if precision_options is None else precision_options,
                 files=sources,
                 name=pipeline,
                 node_id=cls.hidden.unique_id,

@@ -12,7 +12,7 @@ from highwater import comfy_entrypoint
 from highwater.headless.comfy_stub import comfy_api
 
 PIPELINES = {"LoadPipeline", "SamplePipeline", "VerifyPipeline", "SaveImage"}
-NAMES = {*PIPELINES, "Watermark", "Keep", "Release", "Limits", "MemoryReport"}
+NAMES = {*PIPELINES, "Watermark", "Precision", "Keep", "Release", "Limits", "MemoryReport"}
 
 comfy_api.install()
 
@@ -78,10 +78,10 @@ def test_widgets_report_their_options_as_the_page_spells_them() -> None:
     kind, options = inputs["seed"]
     assert (kind, options["control_after_generate"], options["max"]) == ("INT", True, 2**64 - 1)
     assert inputs["prompt"][1]["multiline"] is True
-    combo = comfy_api.object_info()["HighwaterLoadPipeline"]["input"]["required"]["precision"]
+    combo = comfy_api.object_info()["HighwaterPrecision"]["input"]["required"]["granularity"]
     assert combo[0] == "COMBO"
-    options = ["as stored", "fp8 scaled", "by profile"]
-    assert {"multiselect": False, "options": options, "default": "as stored"}.items() <= combo[1].items()
+    options = ["block", "layer"]
+    assert {"multiselect": False, "options": options, "default": "block"}.items() <= combo[1].items()
 
 
 def test_an_option_that_the_stand_in_lacks_is_refused() -> None:

@@ -485,7 +485,7 @@ def test_graphs_are_not_changed_by_running_them(runner: WorkflowRunner) -> None:
     assert graph == before
 
 
-@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled", "diffusion=fp8 per row,text=fp8 plain,vae=as stored"])
 def test_a_pipeline_is_verified_by_a_node(runner: WorkflowRunner, precision: str) -> None:
     result = runner.run(parse_workflow(make_verify_graph(precision=precision)), name="test")
     assert "equal, bit for bit" in "\n".join(result.outputs["verify"]["text"])

@@ -100,6 +100,17 @@ declare namespace Highwater {
           kind?: string;
           weight_bytes?: number;
           precision?: string;
+          precision_rows?: {
+            layer: string;
+            num_cast: number;
+            cast_bytes: number;
+            resting_bytes: number;
+            saved_bytes: number;
+            error: number | null;
+            num_kept: number;
+            kept_bytes: number;
+            why_kept: Record<string, number>;
+          }[];
           tier?: string;
           host_bytes?: number;
           pinned_bytes?: number;
@@ -361,6 +372,17 @@ declare namespace Highwater {
           kind: string;
           weight_bytes: number;
           precision: string;
+          precision_rows: {
+            layer: string;
+            num_cast: number;
+            cast_bytes: number;
+            resting_bytes: number;
+            saved_bytes: number;
+            error: number | null;
+            num_kept: number;
+            kept_bytes: number;
+            why_kept: Record<string, number>;
+          }[];
           tier: string;
           host_bytes: number;
           pinned_bytes: number;
