@@ -92,8 +92,10 @@ def test_loaders_check_the_text_before_the_run() -> None:
 
 def graph(**options: Any) -> dict[str, Any]:
     load = {"pipeline": "tiny-flux", "profile": "auto", "precision": "as stored", "placement": "cpu"}
-    sample = {"pipeline": ["load", 0], "prompt": "x", "negative_prompt": "", "width": 64, "height": 64, "steps": 1, "guidance": 3.5,
-              "seed": 1, "frames": 1}  # fmt: skip
+    sample = {
+        "pipeline": ["load", 0], "prompt": "x", "negative_prompt": "", "width": 64, "height": 64, "steps": 1,
+        "guidance": 3.5, "seed": 1, "frames": 1,
+    }  # fmt: skip
     widgets = {"storage": "float8_e4m3fn", "scale": "row", "compute": "the model's", "granularity": "layer",
                "skips": "declared", "exclude": "", "exclude_classes": "", "error_limit": 0.0}  # fmt: skip
     return {
@@ -111,7 +113,7 @@ def graph(**options: Any) -> dict[str, Any]:
 def test_a_pipeline_rests_as_its_nodes_say_and_the_plan_says_so_before(
     runner: WorkflowRunner, tmp_path: Path, models_directory: Path
 ) -> None:
-    result = runner.run(parse_workflow(graph()), name="test")
+    runner.run(parse_workflow(graph()), name="test")
     found = {part["name"]: part["precision"] for part in runner.manager.report()["components"]}
     assert found["transformer"] == "fp8 per row" and found["text_encoder_2"] == "fp8 plain"
     assert found["vae"] == "as stored"
@@ -120,5 +122,5 @@ def test_a_pipeline_rests_as_its_nodes_say_and_the_plan_says_so_before(
     (plan,) = plan_workflow(path, None, models_directory, {}).values()
     assert {part.component: part.precision.name for part in plan.components} == found
     path.write_text(json.dumps(graph(storage=["load", 0])))
-    with pytest.raises(InvalidInput, match="input .storage. takes COMBO, but output 0 of node load"):
+    with pytest.raises(InvalidInput, match=r"input .storage. takes COMBO, but output 0 of node load"):
         plan_workflow(path, None, models_directory, {})

@@ -160,6 +160,16 @@ def watermark(graph: Graph) -> None:
     image(graph, model=model)
 
 
+def precision(graph: Graph) -> None:
+    widgets = {
+        "storage": "float8_e4m3fn", "scale": "usual", "compute": "the model's", "granularity": "block",
+        "skips": "declared", "exclude": "", "exclude_classes": "", "error_limit": 0.0, "component": "*",
+    }  # fmt: skip
+    options = graph.add("HighwaterPrecision", **widgets)
+    model = graph.add("HighwaterLoadDiffusionModel", unet_name=FLUX, **REQUEST, precision_options=options)
+    image(graph, model=model)
+
+
 def limits(graph: Graph) -> None:
     graph.add("HighwaterLimits", max_loaded=2, idle_minutes=10)
     image(graph)
@@ -217,6 +227,7 @@ BUILD: dict[str, tuple[Callable[[Graph], None], dict[str, Any]]] = {
     "HighwaterRelease": (release, {"text": "free", "width": 260}),
     "HighwaterKeep": (keep, {"text": "evicted last", "width": 260}),
     "HighwaterWatermark": (watermark, {"width": 260}),
+    "HighwaterPrecision": (precision, {"width": 300}),
     "HighwaterLimits": (limits, {"text": "at most 2", "width": 310}),
     "HighwaterLoadPipeline": (load_pipeline, {"badge": "streams 11/33"}),
     "HighwaterSamplePipeline": (sample_pipeline, {"badge": "+1.3M gpu:0"}),
