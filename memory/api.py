@@ -147,7 +147,7 @@ class Managed:
         profile: str | int | OffloadProfile | None = None,
         *,
         placement: str | None = None,
-        precision: str | None = None,
+        precision: str | PrecisionRequest = None,
         **overrides: Any,
     ) -> Plan:
         """Give the components another profile, placement or precision; they leave their devices until the next use.

@@ -17,7 +17,8 @@ from ...nodes.plans import plan_pipeline
 if TYPE_CHECKING:
     from ...memory.options.marks import Marks
     from ...memory.options.precision import Precisions
-    from ..runner.workflow import Link, Workflow, WorkflowNode
+    from ..runner.node_inputs import Link
+    from ..runner.workflow import Workflow, WorkflowNode
     from .hardware import Hardware
 
 __all__ = ["machine_for", "plan_workflow"]

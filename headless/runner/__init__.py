@@ -5,6 +5,7 @@ from ...memory.lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
+        "node_inputs": ["Link"],
         "output_cache": ["CacheEntry", "OutputCache"],
         "runner": ["InterruptedRun", "NodeFailed", "Upcoming", "WorkflowRunner"],
         "workflow": [

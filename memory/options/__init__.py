@@ -31,6 +31,7 @@ __all__, __getattr__ = lazy_names(
             "BY_PROFILE",
             "DEFAULT_PRECISION",
             "Precision",
+            "PrecisionItem",
             "PrecisionRequest",
             "Precisions",
             "parse_precision",

@@ -52,6 +52,8 @@ class DeviceCapacity:
     """What is kept free for forwards whose needs are not known yet; 0 where the user says what stays free."""
     held_bytes: int = 0
     """What the component holds there now."""
+    has_float8: bool = True
+    """Whether float8 can be widened there."""
     band_bytes: int = 0
     """The distance of the watermark's marks, where a component in place keeps its size while free memory changes by
     less: nothing idle could leave for it, and no host says what it may take."""

@@ -12,7 +12,7 @@ from ..options.precision import Precision, PrecisionRequest, precision_for
 from ..options.profile import LANGUAGE, OffloadProfile, covers
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
-from ..weights.form_numbers import FormNumbers, rests_of
+from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import numbers_of
 from .capacity import Machine
 from .device_plan import plan_share
@@ -133,7 +133,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
         shares=part.shares,
         tier=part.tier,
         precision=part.precision if part.forms else Precision.AS_STORED,
-        precision_rows=tabulate_precision(part.component, part.precision),
+        precision_rows=tabulate_precision(part.component, part.precision) if part.forms else (),
         forms=part.forms,
         # No tier is the name of several: without one the same is chosen again.
         placement=replace(
@@ -165,7 +165,11 @@ def draft(
     precision, by_profile = chosen_precision(component, profile, request)
     refuse_other_compute(component, precision)
     forms = choose_forms(component, precision)
-    if (numbers := numbers_of(precision)) is not None:
+    without = without_float8(forms, devices, machine)
+    if without:
+        forms = AS_THEY_CAME
+        reasons.append(f"{without} has no float8: everything stays as stored; precision bf16 or fp16 halves float32")
+    elif (numbers := numbers_of(precision)) is not None:
         if not forms:
             reasons.append(explain_nothing(component, numbers))
         if kept := explain_wide(component, precision):
@@ -215,6 +219,13 @@ def weights_to_measure(
     if numbers is None or math.isinf(limit_of(precision, numbers)):
         return None, []
     return numbers, [tensor for tensor, reason in sort_weights(component, precision, numbers) if not reason]
+
+
+def without_float8(forms: Forms, devices: Sequence[SplitRatio], machine: Machine) -> str:
+    """Return the first of these devices that could not widen weights in their forms; empty where each can."""
+    if not any(numbers.is_float8 for numbers in forms.values()):
+        return ""
+    return next((split.device for split in devices if not machine.device(split.device).has_float8), "")
 
 
 def explain_nothing(component: Component, numbers: FormNumbers) -> str:

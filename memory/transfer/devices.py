@@ -172,6 +172,24 @@ NOTHING_ALLOCATED = AllocatorBytes(0, 0, 0)
 UNCOUNTED: set[str] = set()
 
 
+WITH_FLOAT8: dict[str, bool] = {}
+"""By type of device, whether float8 can be widened there."""
+
+
+def can_widen_float8(device: torch.device) -> bool:
+    """Try to; takes a few bytes of the device."""
+    try:
+        with torch.no_grad():
+            codes = torch.zeros(16, dtype=torch.uint8, device=device)
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                torch.empty(16, dtype=torch.bfloat16, device=device).copy_(codes.view(dtype))
+    except torch.OutOfMemoryError:
+        return True  # that says nothing of it
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device for tensors and computing. Equal devices have equal names."""
@@ -193,6 +211,14 @@ class Device:
     def is_uncounted(self) -> bool:
         """Whether an allocator that counts nothing was found in the place of torch's."""
         return self.torch_device.type in UNCOUNTED
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether float8 can be widened there; tried once for each type of device. Apple's GPUs have no such dtypes."""
+        kind = self.torch_device.type
+        if kind not in WITH_FLOAT8:
+            WITH_FLOAT8[kind] = self.is_cpu or can_widen_float8(self.torch_device)
+        return WITH_FLOAT8[kind]
 
     def card(self) -> Card | None:
         """Return what tells the card from every other, in every process; None if torch reports no uuid of it.

@@ -50,6 +50,7 @@ class FormNumbers:
         leaves: in the order of the leaves that the form's class makes.
         suits: whether the form is defined for a weight of this shape, such as rows of whole groups.
         error_limit: weights that lose more, relative to their size, stay as stored unless the user sets another limit.
+        is_float8: whether its codes are float8, which not every device can widen.
         in_parts: whether a weight can be measured and encoded part by part, which its file then is read in: it has one
             leaf, of as many elements as the weight.
     """
@@ -60,6 +61,7 @@ class FormNumbers:
     leaves: tuple[LeafNumbers, ...]
     suits: Callable[[TensorSpec], bool] = every_shape
     error_limit: float = math.inf
+    is_float8: bool = False
     in_parts: bool = False
 
     def takes(self, tensor: TensorSpec) -> bool:

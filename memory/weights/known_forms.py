@@ -71,6 +71,7 @@ SCALED_FP8 = FormNumbers(
         "keeps block weights in eight bits with a scale per tensor, which halves 16-bit weights and is slightly lossy"
     ),
     error_limit=E4M3_LIMIT,
+    is_float8=True,
     leaves=(CODES,),
     in_parts=True,
 )
@@ -79,6 +80,7 @@ PLAIN_FP8 = FormNumbers(
     rests=EIGHT_BITS,
     effect="the same without scales, as ComfyUI's fp8_e4m3fn, which loses more of small weights",
     error_limit=E4M3_LIMIT,
+    is_float8=True,
     leaves=(CODES,),
     in_parts=True,
 )
@@ -87,6 +89,7 @@ ROW_FP8 = FormNumbers(
     rests=EIGHT_BITS,
     effect="as fp8 scaled with a scale per row, which is better where single rows are large",
     error_limit=E4M3_LIMIT,
+    is_float8=True,
     leaves=(CODES, ROW_SCALES),
 )
 SCALED_E5M2 = FormNumbers(
@@ -94,6 +97,7 @@ SCALED_E5M2 = FormNumbers(
     rests=EIGHT_BITS,
     effect="as fp8 scaled in float8_e5m2: twice the error",
     error_limit=E5M2_LIMIT,
+    is_float8=True,
     leaves=(CODES,),
     in_parts=True,
 )
@@ -102,6 +106,7 @@ PLAIN_E5M2 = FormNumbers(
     rests=EIGHT_BITS,
     effect="as fp8 plain in float8_e5m2: twice the error, but not more of small weights",
     error_limit=E5M2_LIMIT,
+    is_float8=True,
     leaves=(CODES,),
     in_parts=True,
 )
@@ -110,6 +115,7 @@ ROW_E5M2 = FormNumbers(
     rests=EIGHT_BITS,
     effect="as fp8 per row in float8_e5m2: twice the error",
     error_limit=E5M2_LIMIT,
+    is_float8=True,
     leaves=(CODES, ROW_SCALES),
 )
 BF16, FP16 = sixteen_bits("bf16"), sixteen_bits("fp16")

@@ -1,8 +1,8 @@
 """Blocks as small as one layer: what granularity ``layer`` widens at once.
 
 A layer is a module that is called and holds a weight that may rest encoded. Torch's attention never calls the layer
-inside it, and reads its weight, so the attention is one layer. What else a block has, such as norms, stays on its
-device with the non-block weights.
+inside it, and reads its weight, so the attention is one layer; so is what adapts one, such as a LoRA. What else a
+block has, such as norms, stays on its device with the non-block weights.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .module_component import is_callable
 
 __all__ = ["cut_into_layers"]
 
-# Those that read the weights of the layers inside them.
-READ_INSIDE = (nn.MultiheadAttention,)
+# What peft calls the layer that one of its own adapts, whose weight that reads as it merges.
+ADAPTED = "base_layer"
 
 
 def cut_into_layers(component: Component, module: nn.Module) -> Component:
@@ -49,10 +49,15 @@ def layer_of(tensor: TensorSpec, block: str, modules: Mapping[str, nn.Module]) -
     words = tensor.name.split(".")[:-1]
     for depth in range(len(block.split(".")) if block else 1, len(words) + 1):
         path = ".".join(words[:depth])
-        if isinstance(modules.get(path), READ_INSIDE):
+        if (layer := modules.get(path)) is not None and reads_inside(layer):
             return path
     path = ".".join(words)
     return path if path and is_callable(modules.get(path)) else None
+
+
+def reads_inside(module: nn.Module) -> bool:
+    """Whether a module reads weights of the layers inside it without calling them."""
+    return isinstance(module, nn.MultiheadAttention) or ADAPTED in module._modules
 
 
 def path_inside(tensor: TensorSpec, paths: set[str | None]) -> str | None:

@@ -36,6 +36,7 @@ from .watched_data import refuse_overwritten, refuse_sharing
 __all__ = ["NOT_TRACED", "EncodedLeaves", "EncodedWeight"]
 
 NOT_TRACED = "a managed module cannot be exported or traced: release it first"
+BLOCKS = "granularity 'block'"
 
 DATA: Any = torch.Tensor.data  # the descriptor
 LEAF = "leaf"
@@ -226,7 +227,7 @@ class EncodedWeight(RestingWeight, torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> torch.Tensor:
         if any(isinstance(leaf, FakeTensor) for leaf in inner.values()):  # `torch.export`, before it calls the module
-            raise UnsafeState(NOT_TRACED)
+            raise UnsafeState(f"{NOT_TRACED}; compiled code that reads a weight outside its layer needs {BLOCKS}")
         return inner[f"{LEAF}0"]
 
     def __getattr__(self, name: str) -> torch.Tensor:

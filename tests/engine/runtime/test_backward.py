@@ -10,6 +10,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
+from highwater.memory.options.precision import Precision
 
 DIM = 64
 WAYS: dict[str, dict[str, Any]] = {
@@ -20,6 +21,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "split and streamed": {"placement": "gpu:0&gpu:1@0.5", "profile": "gpu:0=0.45MiB,gpu:1=0.3MiB"},
     "fp8": {"placement": "gpu:0", "precision": "fp8 scaled"},
     "fp8 streamed": {"placement": "gpu:0", "precision": "fp8 scaled", "profile": "0.32MiB"},
+    "fp8, layers": {"placement": "gpu:0", "precision": Precision("fp8 scaled", granularity="layer")},
+    "fp8, layers streamed": {
+        "placement": "gpu:0",
+        "precision": Precision("fp8 per row", granularity="layer"),
+        "profile": "0.2MiB",
+    },
+    "bf16": {"placement": "gpu:0", "precision": "bf16", "profile": "0.45MiB"},
     "fp8 on the CPU": {"placement": "cpu", "precision": "fp8 scaled"},
 }
 
@@ -37,7 +45,7 @@ def test_the_gradient_of_an_input_is_right(toys, machine, way: str) -> None:
         net = toys.build_net()
         with manage(net, manager=manager, **WAYS[way]) as managed:
             shares = managed.plan.components[0].shares
-            assert any(share.streamed for share in shares) == ("streamed" in way or way == "pageable")
+            assert any(share.streamed for share in shares) == ("streamed" in way or way in ("pageable", "bf16"))
             got = [input_gradient(net, x) for _ in range(3)]
         device = "cpu" if "CPU" in way else "sim:0"
         want = input_gradient(net.to(device), x.to(device))  # eight bits come back widened

@@ -15,12 +15,14 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
+from highwater.memory.options.precision import Precision
 from highwater.memory.weights.cast_form import find_scale
 from highwater.memory.weights.fp8 import encode_fp8
 
 BaseTunerLayer = pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+LAYERS = Precision("fp8 scaled", granularity="layer")
 MODES = {
     "resident": {"profile": "auto", "placement": "gpu:0"},
     "streamed": {"budget": 0.6, "placement": "gpu:0"},
@@ -28,6 +30,8 @@ MODES = {
     "split and streamed": {"budget": 0.65, "placement": "gpu:0&gpu:1"},
     "eight bits": {"profile": "auto", "placement": "gpu:0", "precision": "fp8 scaled"},
     "eight bits, streamed": {"budget": 0.45, "placement": "gpu:0", "precision": "fp8 scaled"},
+    "layers in eight bits": {"profile": "auto", "placement": "gpu:0", "precision": LAYERS},
+    "layers in eight bits, streamed": {"budget": 0.3, "placement": "gpu:0", "precision": LAYERS},
     "disk": {"profile": "auto", "placement": "gpu:0:disk"},
     "disk, streamed": {"budget": 0.6, "placement": "gpu:0:disk"},
     "disk, split": {"profile": "auto", "placement": "gpu:0&gpu:1:disk"},

@@ -21,6 +21,7 @@ from highwater.memory.options.precision import Precision, parse_precision
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
+from highwater.memory.transfer import devices
 from highwater.memory.weights.component import component_from_files
 from highwater.memory.weights.known_forms import FORMS
 from highwater.memory.weights.source import WeightsSource
@@ -364,3 +365,200 @@ def test_a_weight_is_measured_again_where_it_was_written_to(machine) -> None:
                 assert ("blocks.0.up.weight" not in forms_of(managed)) == is_kept
                 managed.reprofile("gpu:0=90%")
                 assert ("blocks.0.up.weight" not in forms_of(managed)) == is_kept
+
+
+# -- exits, and what else is done to a module
+
+
+class Interrupt(BaseException):
+    """As ComfyUI's interrupt is since 0.33."""
+
+
+FORM_NAMES = ("fp8 scaled", "fp8 per row", "bf16")
+
+
+def resting_bytes(managed: Any) -> dict[tuple[str, int], bytes]:
+    """Return the bytes of every weight where it rests in RAM."""
+    return {
+        (group.name, index): bytes(leaf.detach().contiguous().view(torch.uint8).reshape(-1).tolist())
+        for group in managed.members[0].managed.groups
+        if group.host_slab is not None
+        for index, leaves in enumerate(group.layout.leaf_views(group.host_slab))
+        for leaf in leaves
+    }
+
+
+@pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError, Interrupt, KeyboardInterrupt])
+@pytest.mark.parametrize("form", FORM_NAMES)
+@pytest.mark.parametrize(
+    ("granularity", "profile"), [("block", "auto"), ("layer", "auto"), ("layer", "gpu:0=0.055MiB")]
+)
+@torch.no_grad()
+def test_an_exit_inside_a_layer_leaves_every_weight_as_it_rested(
+    machine, granularity: str, profile: str, form: str, kind: type[BaseException]
+) -> None:
+    net = build()
+    want = rounded(net, ALL, form)(X)
+    with machine(4) as manager:
+        precision = Precision(form, granularity=granularity)
+        with manage(net, profile, placement="gpu:0", precision=precision, manager=manager) as managed:
+            assert torch.equal(net(X).cpu(), want)
+            before = resting_bytes(managed)
+            assert before
+            for layer in (net.blocks[0].up, net.blocks[2].attention, net.blocks[3].down):
+
+                def fail(module: nn.Module, args: Any, output: Any) -> None:
+                    raise kind("stop")
+
+                hook = layer.register_forward_hook(fail)
+                with pytest.raises(kind):
+                    net(X)
+                hook.remove()
+                assert resting_bytes(managed) == before
+                assert torch.equal(net(X).cpu(), want)
+                manager.ledger.check()
+            state = net.state_dict()
+            assert all(torch.equal(state[name].cpu(), weight) for name, weight in rounded_state(form).items())
+            del state
+        assert torch.equal(net(X), want), "and after the release"
+
+
+def rounded_state(form: str) -> dict[str, torch.Tensor]:
+    return dict(rounded(build(), ALL, form).state_dict())
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+@torch.no_grad()
+def test_a_second_precision_takes_the_place_of_the_first(machine, granularity: str) -> None:
+    net = build()
+    with machine(4) as manager:
+        with manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+            with pytest.raises(InvalidInput, match="managed already, with other choices"):
+                manage(net, placement="gpu:0", precision="fp8 plain", manager=manager)
+            first = net(X).cpu()
+            managed.reprofile(precision=Precision("fp8 scaled", granularity=granularity))
+            assert torch.equal(net(X).cpu(), first), "the same again loses nothing"
+            managed.reprofile(precision=Precision("e5m2 scaled", granularity=granularity))
+            assert forms_of(managed) == ALL
+            assert torch.equal(net(X).cpu(), rounded(rounded(build(), ALL), ALL, "e5m2 scaled")(X))
+            managed.reprofile(precision="as stored")
+            assert not forms_of(managed)
+        assert torch.equal(net(X), rounded(rounded(build(), ALL), ALL, "e5m2 scaled")(X))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_every_mode_of_autograd_computes_the_same(machine, granularity: str, mode: Any) -> None:
+    net = build()
+    want = rounded(net, ALL)(X)
+    with machine(4) as manager:
+        precision = Precision("fp8 scaled", granularity=granularity)
+        with manage(net, placement="gpu:0", precision=precision, manager=manager):
+            with mode():
+                assert torch.equal(net(X).cpu(), want)
+            assert torch.equal(net(X).cpu(), want)
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_a_lora_on_top_learns(machine, granularity: str) -> None:
+    """Its own weights are no part of what is cast, and their gradients are those over the rounded weights."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        net = build()
+        config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+        return peft.get_peft_model(net, config)
+
+    plain, net = adapted(), adapted()
+    of_layers = ("up.base_layer.weight", "down.base_layer.weight", "out_proj.weight")
+    names = {name for name in plain.state_dict() if name.endswith(of_layers)}
+    with torch.no_grad():
+        for name in names:
+            weight = plain.get_parameter(name)
+            form = FORMS["fp8 scaled"][1]().measure(weight, name=name)
+            weight.copy_(form.decode(form.encode(weight), weight.dtype))
+    x = X.clone().requires_grad_(True)
+    want = torch.autograd.grad(plain(x).square().sum(), x)[0]
+    with machine(4) as manager:
+        precision = Precision("fp8 scaled", granularity=granularity)
+        with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+            assert {name for name in forms_of(managed) if "lora" in name} == set()
+            assert len(forms_of(managed)) == len(ALL)
+            got = torch.autograd.grad(net(x).square().sum(), x)[0]
+            assert torch.allclose(got.cpu(), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def count_graphs(precision: Precision | None, machine: Any) -> tuple[int, int]:
+    """Return how many graphs and graph breaks come of a compiled model, managed with a precision or unmanaged."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    net = build()
+    want = net(X) if precision is None or precision.is_as_stored else rounded(net, ALL)(X)
+    compiled = torch.compile(net, backend=backend)
+    if precision is None:
+        got = compiled(X)
+    else:
+        with machine(4) as manager, manage(net, placement="gpu:0", precision=precision, manager=manager):
+            got = compiled(X).cpu()
+    assert torch.allclose(got, want, rtol=1e-4, atol=1e-5)
+    num_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch._dynamo.reset()
+    return len(graphs), num_breaks
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_compiling_breaks_the_graph_at_blocks_alone(machine) -> None:
+    unmanaged = count_graphs(None, machine)
+    as_stored = count_graphs(Precision.AS_STORED, machine)
+    in_eight_bits = count_graphs(Precision("fp8 scaled"), machine)
+    num_blocks = len(build().blocks)
+    assert unmanaged == (1, 0)
+    assert in_eight_bits == as_stored, "widening breaks no graph"
+    assert as_stored[1] <= num_blocks + 1, "one for each block, and one where the pass begins"
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_that_reads_a_layers_weight_outside_it_is_refused(machine) -> None:
+    """As T5 does, to cast its input; a block that is widened as a whole is compiled."""
+    with pytest.raises(Exception, match=r"granularity 'block'"):
+        count_graphs(Precision("fp8 scaled", granularity="layer"), machine)
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_a_device_without_float8_keeps_weights_as_stored_and_says_so(machine, monkeypatch) -> None:
+    """As Apple's GPUs do: torch has no float8 there."""
+    monkeypatch.setitem(devices.WITH_FLOAT8, "sim", False)
+    net = build()
+    want = net(X)
+    with machine(4) as manager:
+        with manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+            assert not forms_of(managed) and torch.equal(net(X).cpu(), want)
+            assert "gpu:0 has no float8: everything stays as stored" in managed.plan.text()
+            assert managed.plan["model"].precision == Precision.AS_STORED
+        with manage(net, placement="gpu:0", precision="bf16", manager=manager) as managed:
+            assert forms_of(managed) == ALL
+    monkeypatch.delitem(devices.WITH_FLOAT8, "sim")
+    copy_to = torch.Tensor.copy_
+
+    def refuse(self: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
+        if other.dtype.itemsize == 1 and other.dtype.is_floating_point:
+            raise TypeError("Trying to convert Float8_e4m3fn to the MPS backend but it does not have support")
+        return copy_to(self, other, *more)
+
+    with machine(4):
+        device = devices.find_device("gpu:0")
+        monkeypatch.setattr(torch.Tensor, "copy_", refuse)
+        assert not device.has_float8
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_to)
+        devices.WITH_FLOAT8.clear()
+        assert device.has_float8 and devices.find_device("cpu").has_float8
