@@ -15,7 +15,7 @@ from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan
-from ..planner.planning import cuts_layers, plan_components, weights_to_measure
+from ..planner.planning import granularity_of, plan_components, weights_to_measure
 from ..planner.replanning import fresh_plan_holds
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.execution_order import in_execution_order
@@ -102,8 +102,11 @@ def plan_modules(
                 component = in_execution_order(describe_split(describe, num_devices, largest_bytes), module)
             else:
                 component = describe(largest_bytes=largest_bytes)
-            if cuts_layers(component, profile, precision):
-                if num_devices > 1:
+            granularity = granularity_of(component, profile, precision)
+            if granularity == "component":
+                component = replace(component, widens_whole=True)
+            if granularity == "layer" or (granularity == "component" and not component.blocks and pattern is None):
+                if num_devices > 1 and granularity == "layer":
                     raise InvalidInput(
                         f"granularity layer of {name}: a split puts whole blocks on its devices; allowed: block"
                     )

@@ -14,6 +14,6 @@ __all__, __getattr__ = lazy_names(
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine"],
         "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"],
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],
-        "planning": ["cuts_layers", "plan_components", "weights_to_measure"],
+        "planning": ["granularity_of", "plan_components", "weights_to_measure"],
     },
 )

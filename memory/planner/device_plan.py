@@ -301,7 +301,7 @@ def find_allowed(
         resident=frozenset(blocks),
         fixed_bytes=component_sizes.fixed_bytes(blocks, first=first),
         resident_bytes=sum(sizes.values()),
-        scratch_bytes=max((component_sizes.widths[number] for number in blocks), default=0),
+        scratch_bytes=component_sizes.scratch_bytes(blocks),
     )
     largest = max(sizes.values(), default=0)
     least = whole.fixed_bytes + whole.scratch_bytes + largest

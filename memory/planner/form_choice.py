@@ -91,7 +91,7 @@ def encoded_bytes(component: Component) -> int | None:
     if not forms:
         return None
     sizes = Sizes(component, forms)
-    return sizes.all_resident_bytes + max(sizes.widths, default=0)
+    return sizes.all_resident_bytes + sizes.scratch_bytes(range(len(sizes.blocks)))
 
 
 def usual_dtype(component: Component, numbers: FormNumbers) -> str:

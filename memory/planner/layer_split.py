@@ -98,7 +98,8 @@ def nearest_fitting(
             for end in range(begin + 1, last_end + 1):
                 fixed += buffers[end - 1]
                 largest = max(largest, sizes.blocks[end - 1])
-                scratch = max(scratch, sizes.widths[end - 1])
+                width = sizes.widths[end - 1]
+                scratch = scratch + width if sizes.component.widens_whole else max(scratch, width)
                 if fixed + largest + scratch > limit:
                     break
                 cost = moved + abs(end - (run[-1] + 1))

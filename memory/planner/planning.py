@@ -33,7 +33,7 @@ from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_
 from .sizes import Sizes, explain_non_block
 from .workload import find_blocking
 
-__all__ = ["cuts_layers", "plan_components", "weights_to_measure"]
+__all__ = ["granularity_of", "plan_components", "weights_to_measure"]
 
 # Fewer bytes of non-block weights are not worth a line.
 LEAST_NON_BLOCK_BYTES = 256 << 20
@@ -201,10 +201,10 @@ def chosen_precision(
     return (Precision.ENCODED if by_profile else asked or Precision.AS_STORED), by_profile
 
 
-def cuts_layers(component: Component, profile: OffloadProfile, request: PrecisionRequest) -> bool:
-    """Whether a component is to be widened layer by layer."""
+def granularity_of(component: Component, profile: OffloadProfile, request: PrecisionRequest) -> str:
+    """Return what of a component is to be widened at once; ``block`` where nothing is."""
     precision, _ = chosen_precision(component, profile, request)
-    return precision.granularity == "layer" and not precision.is_as_stored
+    return "block" if precision.is_as_stored else precision.granularity
 
 
 def weights_to_measure(

@@ -143,10 +143,15 @@ class Sizes:
         largest = max([*(stored.blocks[number] for number in blocks), stored.fixed_bytes(blocks, first=first)])
         return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
 
+    def scratch_bytes(self, blocks: Iterable[int]) -> int:
+        """Return the bytes in which encoded weights of these blocks are widened: one block's at a time, or all."""
+        widths = [self.widths[number] for number in blocks]
+        return sum(widths) if self.component.widens_whole else max(widths, default=0)
+
     def least_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
         """Return the fewest device bytes with which blocks can compute: the largest, what is fixed, the scratch."""
         largest = max((self.blocks[number] for number in blocks), default=0)
-        scratch = max((self.widths[number] for number in blocks), default=0)
+        scratch = self.scratch_bytes(blocks)
         return self.fixed_bytes(blocks, first=first) + largest + scratch
 
     @cached_property

@@ -77,7 +77,16 @@ def build_shares(
         if fixed is None:
             tensors = fixed_tensors(component, part.blocks, first=index == 0)
             fixed = Bundle(WeightGroup("", [slots[tensor.name] for tensor in tensors]))
-        shares.append(DeviceShare(owner, devices[part.device], fixed, blocks, ledger, host_replaces=for_host))
+        share = DeviceShare(
+            owner,
+            devices[part.device],
+            fixed,
+            blocks,
+            ledger,
+            host_replaces=for_host,
+            widens_whole=component.widens_whole,
+        )
+        shares.append(share)
     return shares
 
 

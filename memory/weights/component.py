@@ -92,6 +92,8 @@ class Component:
     came with weights, which may not be the file's."""
     errors: frozenset[tuple[str, str, float]] = frozenset()
     """What weights were measured to lose in a storage form, relative to their size: weight, form, error."""
+    widens_whole: bool = False
+    """Whether encoded weights stay widened from their first use to the end of a call, which takes room for them all."""
     shares: tuple[str, ...] = ()
     """How much of its module other components own, one line each for the plan."""
     from_header: bool = False

@@ -93,14 +93,18 @@ class Bundle:
                 store.copy_to(target[first - begin : last - begin], first - offset, copies)
             offset += group.slab_bytes
 
-    def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
-        """Give the module its weights in staging memory, or the resident copies; decodes what is encoded."""
+    def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None, *, is_wide: bool = False) -> None:
+        """Give the module its weights in staging memory, or the resident copies; decodes what is encoded.
+
+        Args:
+            is_wide: whether that was decoded into the scratch in this pass, and is there still.
+        """
         if self.added is None:
             own = self.own
             if slab is None:
                 assert own.copy is not None
                 slab = own.copy.slab
-            own.compute_from(slab, scratch)
+            own.compute_from(slab, scratch, is_wide=is_wide)
             return
         parts = (
             self.parts(slab)
@@ -108,13 +112,13 @@ class Bundle:
             else [group.copy.slab for group in self.groups if group.copy is not None]
         )
         for group, part in zip(self.groups, parts, strict=True):
-            group.compute_from(part, scratch)
+            group.compute_from(part, scratch, is_wide=is_wide)
 
-    def compute_in_place(self, scratch: torch.Tensor | None) -> None:
-        """Give the module the weights at rest, in host memory, to compute from."""
+    def compute_in_place(self, scratch: torch.Tensor | None, *, is_wide: bool = False) -> None:
+        """Give the module the weights at rest, in host memory, to compute from; ``is_wide`` as above."""
         for group in self.groups:
             if group.host_slab is not None:
-                group.compute_from(group.host_slab, scratch)
+                group.compute_from(group.host_slab, scratch, is_wide=is_wide)
 
     def parts(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return each group's part of a slab, the same objects every time."""

@@ -66,18 +66,24 @@ class ComputingViews:
         return views
 
     def decoded(
-        self, slab: torch.Tensor, scratch: torch.Tensor, resident: Sequence[torch.Tensor] | None
+        self,
+        slab: torch.Tensor,
+        scratch: torch.Tensor,
+        resident: Sequence[torch.Tensor] | None,
+        *,
+        is_wide: bool = False,
     ) -> list[torch.Tensor]:
         """Decode the encoded weights of a slab into the scratch; returns what the module then computes from.
 
         Args:
+            is_wide: whether they are decoded there already.
             resident: what the module holds at rest, if the slab stays on the device.
         """
         key = id(slab), id(scratch)
         if key not in self.cache:
             self.cache[key] = self.build(slab, scratch, resident)
             self.decodings[key] = self.find_decodings(slab, scratch)
-        for kind, slots, wide, leaves in self.decodings[key]:
+        for kind, slots, wide, leaves in () if is_wide else self.decodings[key]:
             kind.decode_all(list(map(FORM, slots)), wide, leaves)
         return self.cache[key]
 

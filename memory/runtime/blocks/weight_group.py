@@ -376,13 +376,20 @@ class WeightGroup:
 
     # -- what the module holds
 
-    def compute_from(self, slab: torch.Tensor, scratch: torch.Tensor | None) -> None:
-        """Give the module its weights in a slab on the device; decodes encoded weights into the scratch there."""
+    def compute_from(self, slab: torch.Tensor, scratch: torch.Tensor | None, *, is_wide: bool = False) -> None:
+        """Give the module its weights in a slab on the device; decodes encoded weights into the scratch there.
+
+        Args:
+            is_wide: whether they were decoded there before, and nothing wrote to them since.
+        """
         is_resident = self.copy is not None and slab is self.copy.slab
         if self.encoded:
             assert scratch is not None
+            if self.at_rest.opened:  # a hook that runs between two of its computes may have written
+                self.at_rest.settle()
+                is_wide = False
             resident = self.copy.views if self.copy is not None and is_resident else None
-            views = self.views.decoded(slab, scratch, resident)
+            views = self.views.decoded(slab, scratch, resident, is_wide=is_wide)
         else:
             views = self.copy.views if self.copy is not None and is_resident else self.views.of(slab)
         self.placed.put(views, BlockState.COMPUTING)

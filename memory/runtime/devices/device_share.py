@@ -39,6 +39,7 @@ class DeviceShare:
     Args:
         host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's
             quantized layers do whenever they are moved; it writes weights through their group.
+        widens_whole: whether encoded weights stay widened from their first use to the end of a pass.
     """
 
     def __init__(
@@ -50,8 +51,14 @@ class DeviceShare:
         ledger: Ledger,
         *,
         host_replaces: bool = False,
+        widens_whole: bool = False,
     ) -> None:
         self.owner = owner
+        self.widens_whole = widens_whole
+        self.widened: set[int] = set()
+        """The blocks whose wide weights are in the scratch until the pass ends; empty where one block takes turns."""
+        self.parts_of_scratch: dict[int, torch.Tensor] = {}
+        """Where each block's wide weights lie, where they stay."""
         self.host_replaces = host_replaces
         self.device = device
         self.fixed = fixed
@@ -305,9 +312,22 @@ class DeviceShare:
             self.forget_views()
             self.memory.free_staging()
 
+    def scratch_of(self, number: int) -> torch.Tensor | None:
+        """Return where a block's weights are widened: a part of its own where they stay, else all of it."""
+        scratch = self.memory.scratch
+        if scratch is None or not self.widens_whole:
+            return scratch
+        if not self.parts_of_scratch:
+            sizes = [sum(group.layout.wide.slab_bytes for group in bundle.groups) for bundle in self.blocks.values()]
+            parts = torch.split(scratch[: sum(sizes)], sizes)
+            self.parts_of_scratch = dict(zip(self.blocks, parts, strict=True))
+        return self.parts_of_scratch[number]
+
     def free_scratch(self) -> None:
         if self.memory.scratch is not None:
             self.forget_views()
+            self.widened.clear()
+            self.parts_of_scratch = {}
             self.memory.free_scratch()
 
     def forget_views(self) -> None:
@@ -320,6 +340,7 @@ class DeviceShare:
         """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
         self.recover()
         self.trace = []
+        self.widened.clear()
         if is_timed:
             self.times.begin()
         if self.copies is not None:
@@ -349,6 +370,7 @@ class DeviceShare:
     def end_pass(self, *, completed: bool) -> None:
         """A forward has ended, by its return or by an exception."""
         self.recover()
+        self.widened.clear()
         if self.copies is not None:
             self.copies.waits.end_pass()
         ran, self.trace = self.trace, []
@@ -369,14 +391,15 @@ class DeviceShare:
             )
         self.entered.add(number)
         self.trace.append(number)
+        scratch, is_wide = self.scratch_of(number), number in self.widened
         if bundle.own.copy is not None:
             self.computing[number] = None
             if self.times.watch is not None and self.copies is not None:
                 self.times.start(number, self.copies.compute_stream)
-            bundle.compute_from(None, self.memory.scratch)
+            bundle.compute_from(None, scratch, is_wide=is_wide)
         elif self.copies is None:
             self.computing[number] = None
-            bundle.compute_in_place(self.memory.scratch)
+            bundle.compute_in_place(scratch, is_wide=is_wide)
         else:
             streamer = self.memory.streamer
             assert streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
@@ -385,7 +408,9 @@ class DeviceShare:
             staging_slot.use(self.copies)
             if self.times.watch is not None:
                 self.times.start(number, staging_slot.stream)
-            bundle.compute_from(staging_slot.slab, self.memory.scratch)
+            bundle.compute_from(staging_slot.slab, scratch, is_wide=is_wide)
+        if self.widens_whole:
+            self.widened.add(number)
 
     def leave(self, number: int, *, prefetches: bool = True) -> None:
         """The block has computed, or failed: its module holds what it rests on, its staging memory is free."""
@@ -400,6 +425,7 @@ class DeviceShare:
             for group in bundle.all:
                 if group.is_written() or (not self.host_replaces and not group.placed.is_as_placed()):
                     refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
+                    self.widened.discard(number)  # it rests in its form, which may be another value
                 group.rest()
         streamer = self.memory.streamer
         if staging_slot is not None and streamer is not None:

@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "precision": Precision("fp8 per row", granularity="layer"),
         "profile": "0.2MiB",
     },
+    "fp8, whole": {"placement": "gpu:0", "precision": Precision("fp8 scaled", granularity="component")},
     "bf16": {"placement": "gpu:0", "precision": "bf16", "profile": "0.45MiB"},
     "fp8 on the CPU": {"placement": "cpu", "precision": "fp8 scaled"},
 }

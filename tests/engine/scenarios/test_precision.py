@@ -23,6 +23,7 @@ from highwater.memory.planner.capacity import DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
 from highwater.memory.transfer import devices
 from highwater.memory.weights.component import component_from_files
+from highwater.memory.weights.fp8 import ScaledFp8
 from highwater.memory.weights.known_forms import FORMS
 from highwater.memory.weights.source import WeightsSource
 
@@ -98,13 +99,15 @@ def forms_of(managed: Any) -> set[str]:
 ALL = {f"blocks.{number}.{layer}.weight" for number in range(4) for layer in ("attention.out_proj", "up", "down")}
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", "component"])
 @pytest.mark.parametrize("profile", ["auto", "gpu:0=0.055MiB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_both_granularities_compute_the_same(machine, granularity: str, profile: str, dtype: torch.dtype) -> None:
+def test_every_granularity_computes_the_same(machine, granularity: str, profile: str, dtype: torch.dtype) -> None:
     net, x = build(dtype=dtype), X.to(dtype)
     want = rounded(net, ALL)(x)
+    if granularity == "component" and profile != "auto":
+        profile = f"gpu:0={0.055 + 3 * 7 * WIDTH * WIDTH * dtype.itemsize / (1 << 20):.3f}MiB"
     with machine(4) as manager:
         precision = Precision("fp8 scaled", granularity=granularity)
         with manage(net, profile, placement="gpu:0", precision=precision, manager=manager) as managed:
@@ -113,7 +116,8 @@ def test_both_granularities_compute_the_same(machine, granularity: str, profile:
                 assert torch.equal(net(x).cpu(), want)
                 manager.ledger.check()
             (share,) = managed.plan["model"].shares
-            scratch = {"layer": 3 * WIDTH * WIDTH, "block": 7 * WIDTH * WIDTH}[granularity] * dtype.itemsize
+            elements = {"layer": 3 * WIDTH * WIDTH, "block": 7 * WIDTH * WIDTH, "component": 4 * 7 * WIDTH * WIDTH}
+            scratch = elements[granularity] * dtype.itemsize
             assert share.scratch_bytes == scratch, "only what is widened at once"
             assert bool(share.streamed) == (profile != "auto")
             assert managed.verify(lambda: net(x)).is_equal
@@ -129,11 +133,54 @@ def test_layers_of_a_module_without_blocks_are_cast_one_by_one(machine) -> None:
             assert not forms_of(managed)
             assert "it has no blocks, and granularity layer casts its layers one by one" in managed.plan.text()
         want = rounded(net, names)(X)
-        precision = Precision.of(torch.float8_e4m3fn, granularity="layer")
-        with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
-            assert forms_of(managed) == names
+        for granularity in ("layer", "component"):
+            precision = Precision.of(torch.float8_e4m3fn, granularity=granularity)
+            with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+                assert forms_of(managed) == names
+                assert torch.equal(net(X).cpu(), want)
+                assert "Linear: 2 of 4 weights in eight bits" in managed.plan.text(), "biases are weights, too"
+
+
+@pytest.mark.parametrize("granularity", ["block", "component"])
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1", "cpu"])
+@torch.no_grad()
+def test_a_block_that_runs_again_is_widened_once_per_call_of_its_component(
+    machine, monkeypatch, placement: str, granularity: str
+) -> None:
+    """Unless something wrote to its weights: they rest in eight bits, so it is widened anew."""
+    widened: list[int] = []
+    decode = ScaledFp8.decode_all.__func__
+
+    def count(cls: Any, forms: list[Any], wide: list[Any], leaves: list[Any]) -> None:
+        widened.append(len(forms))
+        decode(cls, forms, wide, leaves)
+
+    monkeypatch.setattr(ScaledFp8, "decode_all", classmethod(count))
+
+    class Twice(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(super().forward(x))
+
+    net = build(Twice)
+    plain = rounded(net, ALL)
+    with machine(4, 4) as manager:
+        precision = Precision("fp8 scaled", granularity=granularity)
+        with manage(net, placement=placement, precision=precision, manager=manager) as managed:
+            for _ in range(2):
+                widened.clear()
+                assert torch.equal(net(X).cpu(), plain(X))
+                assert sum(widened) == len(ALL) * (1 if granularity == "component" else 2)
+            widened.clear()
+            assert managed.verify(lambda: net(X)).is_equal
+
+            def halve(module: nn.Module, args: Any, output: Any) -> None:
+                module.up.weight.mul_(0.5)
+
+            for each in (net, plain):
+                each.blocks[1].register_forward_hook(halve)
+            want = plain(X)
             assert torch.equal(net(X).cpu(), want)
-            assert "Linear: 2 of 4 weights in eight bits" in managed.plan.text(), "biases are weights, too"
+            manager.ledger.check()
 
 
 def test_a_split_has_whole_blocks(machine) -> None:
@@ -391,7 +438,8 @@ def resting_bytes(managed: Any) -> dict[tuple[str, int], bytes]:
 @pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError, Interrupt, KeyboardInterrupt])
 @pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize(
-    ("granularity", "profile"), [("block", "auto"), ("layer", "auto"), ("layer", "gpu:0=0.055MiB")]
+    ("granularity", "profile"),
+    [("block", "auto"), ("layer", "auto"), ("layer", "gpu:0=0.055MiB"), ("component", "auto")],
 )
 @torch.no_grad()
 def test_an_exit_inside_a_layer_leaves_every_weight_as_it_rested(
@@ -427,7 +475,7 @@ def rounded_state(form: str) -> dict[str, torch.Tensor]:
     return dict(rounded(build(), ALL, form).state_dict())
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", "component"])
 @torch.no_grad()
 def test_a_second_precision_takes_the_place_of_the_first(machine, granularity: str) -> None:
     net = build()
@@ -447,7 +495,7 @@ def test_a_second_precision_takes_the_place_of_the_first(machine, granularity: s
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", "component"])
 def test_every_mode_of_autograd_computes_the_same(machine, granularity: str, mode: Any) -> None:
     net = build()
     want = rounded(net, ALL)(X)
