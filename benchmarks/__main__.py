@@ -72,7 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=sorted(CASES))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--part", choices=[*"abcd"], help="of gpu: a tests, b streaming, c ComfyUI, d two budgets; all")
+    parser.add_argument(
+        "--part", choices=[*"abcde"], help="of gpu: a tests, b streaming, c ComfyUI, d two budgets, e precision"
+    )
     parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
     parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
     options = parser.parse_args()

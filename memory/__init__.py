@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .manager.watermark import Watermark
     from .model_loading import load_model, load_weights
     from .options.budget import BudgetItem
+    from .options.precision import Precision
     from .options.profile import OffloadProfile
     from .outside_caches import Registration, register_component
     from .verification.findings import Verification
@@ -29,6 +30,7 @@ __all__ = [
     "Managed",
     "MemoryManager",
     "OffloadProfile",
+    "Precision",
     "Registration",
     "Verification",
     "Watermark",
@@ -49,6 +51,7 @@ _, __getattr__ = lazy_names(
         "manager.watermark": ["Watermark"],
         "model_loading": ["load_model", "load_weights"],
         "options.budget": ["BudgetItem"],
+        "options.precision": ["Precision"],
         "options.profile": ["OffloadProfile"],
         "outside_caches": ["Registration", "register_component"],
         "verification.findings": ["Verification"],

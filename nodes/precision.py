@@ -73,11 +73,12 @@ class HighwaterPrecision(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "granularity",
-                    options=["block", "layer"],
+                    options=["block", "layer", "component"],
                     default="block",
                     tooltip=(
-                        "How much is widened at once. block: 0.45 GB of a Flux, and one copy per block. layer: a fifth "
-                        "of that memory, for more and smaller copies. Not over two devices."
+                        "How much is widened at once. block: 0.45 GB of a Flux. layer: a fifth of that memory, for "
+                        "more and smaller copies; not over two devices. component: each block once per call, and it "
+                        "stays wide until the call ends, which takes 17 GB beside: for blocks that run several times."
                     ),
                 ),
                 io.Combo.Input(

@@ -15,7 +15,7 @@ import torch
 from ..case import Result
 from ..gpu_streaming import run_worker
 from ..gpu_worker import Request, describe
-from . import engine_tests, hosts, streaming, two_budgets
+from . import engine_tests, hosts, streaming, two_budgets, widening
 from .packages import REMEDY, missing_of_part
 from .record import NOT_RUN, Record, RecordedRow, cell, write_tables
 from .setting import LIMIT_S, REPOSITORY, Setting
@@ -41,6 +41,7 @@ PARTS = {
     "b": Part(name="gpu_streaming", run=streaming.run, tabulate=streaming.tabulate),
     "c": Part(name="gpu_comfyui", run=hosts.run, tabulate=hosts.tabulate),
     "d": Part(name="gpu_two_budgets", run=two_budgets.run, tabulate=two_budgets.tabulate),
+    "e": Part(name="gpu_precision", run=widening.run, tabulate=widening.tabulate),
 }
 
 

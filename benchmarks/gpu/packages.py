@@ -11,7 +11,7 @@ EVERY_PART = ("highwater", "torch", "aiohttp", "psutil", "safetensors")
 # It says where the simulated devices are built.
 REHEARSALS = ("platformdirs",)
 # What a part beside these cannot do without; what only a row of it needs is that row's.
-OF_PART = {"a": ("pytest",), "b": ("diffusers",), "c": (), "d": ("diffusers",)}
+OF_PART = {"a": ("pytest",), "b": ("diffusers",), "c": (), "d": ("diffusers",), "e": ("diffusers",)}
 REMEDY = "in the clone: pip install -e '.[headless]' pytest mmgp"
 
 

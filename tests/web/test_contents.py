@@ -162,13 +162,18 @@ def test_every_profile_that_a_page_shows_is_one(node_id: str):
 
 
 def test_every_precision_that_a_page_shows_can_be_chosen():
+    from highwater.memory.options.precision import parse_precision, precision_names
+    from highwater.memory.weights.known_forms import FORMS
+
     for node_id in WITH_PROFILE:
         sockets = {**INFO[node_id]["input"]["required"], **INFO[node_id]["input"].get("optional", {})}
         page = help_page(node_id)
         (row,) = (line for line in page.splitlines() if line.startswith("- **precision**"))
-        options = sockets["precision"][1]["options"]
-        assert options[0] == sockets["precision"][1]["default"] == "as stored"
-        assert all(f"`{option}`" in row for option in options)
+        assert sockets["precision"][1]["default"] == "as stored"
+        assert all(f"`{option}`" in row for option in precision_names(FORMS))
+        for shown in re.findall(r"`([^`]+)`", row):
+            if shown != "auto" and not shown.isdigit() and shown != "fp8_e4m3fn":
+                parse_precision(shown, forms=FORMS)
 
 
 def test_the_scripts_folder_holds_scripts_and_help_only():
