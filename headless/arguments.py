@@ -20,7 +20,10 @@ PROFILE_HELP = (
     "auto, 1 to 5, a name that `highwater profiles` prints, a budget such as 6GiB, or a profile with changes, "
     "such as 4,diffusion=2GiB,prefetch=2 (files only)"
 )
-PRECISION_HELP = f"one of: {', '.join(precision_names(FORMS))} (files only); default: {BY_PROFILE}"
+PRECISION_HELP = (
+    f"one of: {', '.join(precision_names(FORMS))}; or one for each part, as in diffusion=fp8 scaled,text=bf16 "
+    f"(files only); default: {BY_PROFILE}"
+)
 DEVICES_HELP = (
     'hardware to simulate instead of using the machine, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 )
