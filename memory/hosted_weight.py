@@ -77,8 +77,10 @@ class HostedWeight:
 
     @property
     def factor(self) -> float | None:
-        """The factor that decodes an encoded weight's only leaf by a product; None if there is no such factor."""
-        return self.slot.encoding.factor if self.slot.encoding is not None else None
+        """The factor that decodes what the module holds at rest by a product; None if it needs none, or another way."""
+        if self.slot.encoding is None or self.group.at_rest.shows(self.slot):
+            return None
+        return self.slot.encoding.factor
 
     def reader(self) -> tuple[torch.Tensor, Callable[..., torch.Tensor] | None]:
         """Return the tensor at rest, and a function that decodes it; None if it needs no decoding.

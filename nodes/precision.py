@@ -21,7 +21,8 @@ USUAL, THE_MODELS = "usual", "the model's"
 DECLARED, NONE = "declared", "none"
 ALL = "*"
 COMPONENTS = [ALL, "diffusion", "text", "vae", "control", "vision"]
-SEPARATORS = re.compile(r"[,\n]")
+# Not the comma of a repetition, as in \d{1,3}.
+SEPARATORS = re.compile(r",(?![^{]*\})|\n")
 
 
 def options_input() -> io.Input:
@@ -29,7 +30,9 @@ def options_input() -> io.Input:
     return PrecisionType.Input(
         "precision_options",
         optional=True,
-        tooltip="From a Precision node, which then counts in place of the input precision.",
+        tooltip=(
+            "From a Precision node, which then counts in place of the input precision, for the parts that it is for."
+        ),
     )
 
 
@@ -112,7 +115,7 @@ class HighwaterPrecision(io.ComfyNode):
                     tooltip=(
                         "Weights that would lose more than this, relative to their size, stay as stored. Measured "
                         "once for each file. 0: 0.06 for float8_e4m3fn, 0.12 for float8_e5m2, 0.01 for 16 bits. "
-                        "10: none stays."
+                        "10: none stays for its error."
                     ),
                 ),
                 io.Combo.Input(

@@ -9,7 +9,14 @@ from comfy_api.latest import io
 
 from ..memory.errors import require
 from ..memory.options.placement import AUTO, Placement, parse_placement
-from ..memory.options.precision import DEFAULT_PRECISION, PrecisionRequest, parse_precision, precision_names
+from ..memory.options.precision import (
+    DEFAULT_PRECISION,
+    PrecisionRequest,
+    Precisions,
+    fill_precisions,
+    parse_precision,
+    precision_names,
+)
 from ..memory.options.profile import OffloadProfile, parse_profile
 from ..memory.weights.known_forms import FORMS
 from .device_choices import device_names, missing_devices
@@ -82,10 +89,15 @@ def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
     return parse_placement_once(text, (*here, *missing_devices(text, here)), components)
 
 
-def read_precision(text: str, components: tuple[str, ...] = ()) -> PrecisionRequest:
-    """Return the precisions that a widget names; None is what the profile says. Raises `InvalidInput`."""
+def read_precision(text: str, options: Precisions | None = None, components: tuple[str, ...] = ()) -> PrecisionRequest:
+    """Return the precisions that a widget names; None is what the profile says. Raises `InvalidInput`.
+
+    Args:
+        options: what a Precision node says of some parts, or of all; the widget counts for the others.
+    """
     require(text, str, what="precision", allowed="text")
-    return parse_precision_once(text, components)
+    read = parse_precision_once(text, components)
+    return read if options is None else fill_precisions(options, read)
 
 
 # The host has a widget checked before the run and hands its text to the node again: one reading serves both.

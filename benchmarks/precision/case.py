@@ -34,7 +34,7 @@ def measure() -> Result:
             "their size: the root mean square over rows."
         ),
         rows=weights,
-        ratio=max(ratios),
+        ratio=math.nan if any(map(math.isnan, ratios)) else max(ratios),
         meaning=(
             f"the worst of {OURS}'s error over {ROUND_TRIP_TARGET} ({ratios[0]:.3f}), that of whole models over "
             f"{MODEL_TARGET} of ComfyUI's fp8_e4m3fn ({ratios[1]:.3f}), and a streamed step over {STEP_TARGET} of that "
@@ -62,4 +62,4 @@ def measure_round_trips() -> tuple[list[dict[str, str | float]], float]:
         rows.append({"deviation": f"{deviation:g}", **{name: f"{error:.4f}" for name, error in errors.items()}})
         rows[-1]["worst"] = errors[OURS]
     worst = max(float(row.pop("worst")) for row in rows)
-    return rows, worst if rows else math.nan
+    return rows, worst

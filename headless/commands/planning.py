@@ -11,7 +11,9 @@ from ...memory.errors import InvalidInput, allowed_values
 from ...memory.manager.watermark import in_bytes
 from ...memory.options.marks import ALL, HOST
 from ...memory.options.placement import canonical_device
+from ...memory.options.precision import fill_precisions, parse_precision
 from ...memory.planner.plan import Machine, Plan
+from ...memory.weights.known_forms import FORMS
 from ...nodes.plans import plan_pipeline
 
 if TYPE_CHECKING:
@@ -79,7 +81,10 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Ma
 def precision_of(path: Path, node: WorkflowNode, workflow: Workflow) -> str | Precisions:
     """Return the precision of a loader: its own words, or those of the Precision nodes that are linked to it."""
     link = node.inputs.get("precision_options")
-    return value_of(path, node, "precision") if link is None else linked_precisions(path, link, workflow)
+    own = value_of(path, node, "precision")
+    if link is None:
+        return own
+    return fill_precisions(linked_precisions(path, link, workflow), parse_precision(own, forms=FORMS))
 
 
 def linked_precisions(path: Path, link: Link, workflow: Workflow) -> Precisions:

@@ -50,17 +50,19 @@ def shared_folder() -> Path | None:
 
 
 def keep_out_of_user_cache() -> None:
-    """Keep learned needs and link speeds in this process, and share no device; folders that were named are still used.
+    """Keep what is learned and measured in this process, and share no device; folders that were named are still used.
 
     For a process with simulated devices: what they need is of no use to other runs, and no other process has them.
     """
     from ..transfer.link_speed import remember_links_in
+    from ..weights.known_errors import remember_errors_in
 
     if not needs_folder:
         remember_needs_in(None)
     if not shared_folders:
         share_devices_in(None)
     remember_links_in(None)
+    remember_errors_in(None)
 
 
 def needs_path() -> Path | None:

@@ -29,11 +29,13 @@ __all__, __getattr__ = lazy_names(
         "profile_arguments": ["build_profile"],
         "precision": [
             "BY_PROFILE",
+            "COMPUTE_WORDS",
             "DEFAULT_PRECISION",
             "Precision",
             "PrecisionItem",
             "PrecisionRequest",
             "Precisions",
+            "fill_precisions",
             "parse_precision",
             "precision_for",
             "precision_names",

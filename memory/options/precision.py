@@ -20,6 +20,7 @@ from .placement import WORD, Scanner, resolve_kind
 
 __all__ = [
     "BY_PROFILE",
+    "COMPUTE_WORDS",
     "DEFAULT_PRECISION",
     "FLOAT_NAMES",
     "GRANULARITIES",
@@ -27,6 +28,7 @@ __all__ = [
     "PrecisionItem",
     "PrecisionRequest",
     "Precisions",
+    "fill_precisions",
     "parse_precision",
     "precision_for",
     "precision_names",
@@ -49,6 +51,7 @@ STORAGE_NAMES = {
 }  # fmt: skip
 STORAGE_DTYPES = tuple(dict.fromkeys(STORAGE_NAMES.values()))
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+COMPUTE_WORDS = {FLOAT_NAMES[name]: name for name in COMPUTE_DTYPES}
 SCALES = ("tensor", "row", "none")
 FORM_OF = {
     ("float8_e4m3fn", "tensor"): "fp8 scaled",
@@ -108,6 +111,8 @@ class Precision:
                 re.compile(pattern)
             except re.error as error:
                 raise InvalidInput(f"exclude {pattern!r} is no regular expression: {error}") from None
+        if not isinstance(self.honours_declared, bool):
+            raise InvalidInput(f"honours_declared {quoted(self.honours_declared)}; allowed: True or False")
         limit = self.error_limit
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0):
             raise InvalidInput(f"error_limit {quoted(limit)}; allowed: a number above 0, such as 0.06, or None")
@@ -208,6 +213,13 @@ def precision_for(request: PrecisionRequest, name: str, kind: str) -> Precision 
     return request.for_component(name, kind) if isinstance(request, Precisions) else request
 
 
+def fill_precisions(own: Precisions, others: PrecisionRequest) -> Precisions:
+    """Return what was asked for in one place, and for components that are not named there, what was in another."""
+    named = {item.component for item in own.items}
+    more = others.items if isinstance(others, Precisions) else (PrecisionItem(component="*", precision=others),)
+    return Precisions((*own.items, *(item for item in more if item.component not in named)))
+
+
 def precision_names(forms: Iterable[str]) -> tuple[str, ...]:
     """Return all that a user may write for one component where these storage forms are known."""
     return (Precision.AS_STORED.name, *forms, BY_PROFILE)
@@ -279,5 +291,6 @@ def dtype_name(value: Any, names: dict[str, str], what: str, allowed: Sequence[s
 def read_names(names: Iterable[str | type], what: str) -> tuple[str, ...]:
     """Return texts, or classes by their names, as a tuple."""
     if isinstance(names, str | type) or not isinstance(names, Iterable):
-        raise InvalidInput(f"{what} {quoted(names)}; allowed: a list of them, such as ['norm']")
+        example = "['norm']" if what == "exclude" else "['Conv2d']"
+        raise InvalidInput(f"{what} {quoted(names)}; allowed: a list of them, such as {example}")
     return tuple(name.__name__ if isinstance(name, type) else name for name in names)

@@ -128,6 +128,7 @@ def refuse_small_limit(
     """
     least_bytes = fixed_bytes + largest_bytes + scratch_bytes
     decodes = f", {format_bytes(scratch_bytes)} to decode weights" if scratch_bytes else ""
+    decodes += " (all at once: granularity 'block' needs less)" if component.widens_whole else ""
     form = (
         f"at least {format_bytes(least_bytes)} ({format_bytes(fixed_bytes)} of non-block weights, "
         f"{format_bytes(largest_bytes)} for the largest block{decodes})"
@@ -158,6 +159,7 @@ def refuse_small_limit(
     remedies = remedies if holders else []
     remedies += ["end the loan (`highwater lend --give-back`)"] if capacity.lent_bytes else []
     remedies += ["lower the watermark"] if marked_bytes else []
+    remedies += ["choose granularity 'block'"] if component.widens_whole else []
     remedies += [f"choose {Precision.ENCODED.name!r}", "place it on another device"]
     lent = [f"{format_bytes(capacity.lent_bytes)} lent to another program"] if capacity.lent_bytes else []
     told = ", ".join([f"{format_bytes(marked_bytes)} reserved", *lent, *holders])

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from ..errors import InvalidInput
-from ..options.precision import Precision
+from ..options.precision import COMPUTE_WORDS, Precision
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
@@ -20,6 +20,7 @@ __all__ = [
     "choose_forms",
     "encoded_bytes",
     "explain_reading",
+    "explain_unmatched",
     "explain_unmeasured",
     "explain_wide",
     "limit_of",
@@ -52,10 +53,11 @@ def sort_weights(component: Component, precision: Precision, numbers: FormNumber
         component.errors_in(numbers.name),
         limit_of(precision, numbers),
     )
+    patterns = precision.patterns
     for block in component.blocks:
         for tensor in filter(numbers.takes, block.tensors):
-            reason = why_wide(tensor, usual, precision)
-            if not reason and errors.get(tensor.name, 0.0) > limit:
+            reason = why_wide(tensor, usual, precision, patterns)
+            if not reason and not errors.get(tensor.name, 0.0) <= limit:  # also what is not a number
                 reason = f"would lose more than {limit:.2g}"
             yield tensor, reason
 
@@ -77,8 +79,8 @@ def refuse_other_compute(component: Component, precision: Precision) -> None:
     usual = usual_dtype(component, numbers)
     if usual and usual != precision.compute:
         raise InvalidInput(
-            f"precision of {component.name}: compute_dtype {precision.compute} was asked for, and its weights compute "
-            f"in {usual}; leave it out, or convert the module first, as with module.to()"
+            f"precision of {component.name}: compute_dtype {COMPUTE_WORDS[precision.compute]} was asked for, and its "
+            f"weights compute in {COMPUTE_WORDS[usual]}; leave it out, or convert the module first, as with module.to()"
         )
 
 
@@ -104,12 +106,12 @@ def usual_dtype(component: Component, numbers: FormNumbers) -> str:
     return max(counts, key=lambda dtype: counts[dtype], default="")
 
 
-def why_wide(tensor: TensorSpec, usual: str, precision: Precision) -> str:
+def why_wide(tensor: TensorSpec, usual: str, precision: Precision, patterns: Iterable[re.Pattern[str]]) -> str:
     """Return what of its names, classes and dtype keeps a weight of a block as it came; empty for one that is encoded.
 
     ComfyUI's classes declare no names: they build what needs precision in float32, in a model of 16 bits.
     """
-    for pattern in precision.patterns:
+    for pattern in patterns:
         if pattern.search(tensor.name):
             return f"excluded by {pattern.pattern!r}"
     for kind in precision.exclude_classes:
@@ -140,6 +142,19 @@ def explain_wide(component: Component, precision: Precision) -> str:
         return ""
     reasons = ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in kept.most_common())
     return f"{format_bytes(kept.total())} of the blocks stay as stored: {reasons}"
+
+
+def explain_unmatched(component: Component, precision: Precision) -> list[str]:
+    """Return what was excluded and is in no name and no class of a component's weights; a file knows no classes."""
+    weights = [tensor for block in (*component.blocks, component.non_block) for tensor in block.tensors]
+    unmatched = [
+        f"exclude {pattern.pattern!r}"
+        for pattern in precision.patterns
+        if not any(map(pattern.search, (tensor.name for tensor in weights)))
+    ]
+    classes = {name for tensor in weights for name in tensor.layer_classes}
+    unmatched += [f"exclude_classes {name!r}" for name in precision.exclude_classes if classes and name not in classes]
+    return [f"{each} matches no weight" for each in unmatched]
 
 
 def explain_unmeasured(component: Component, precision: Precision) -> str:

@@ -18,6 +18,7 @@ from .capacity import Machine
 from .device_plan import plan_share
 from .form_choice import (
     choose_forms,
+    explain_unmatched,
     explain_unmeasured,
     explain_wide,
     limit_of,
@@ -175,6 +176,7 @@ def draft(
         if kept := explain_wide(component, precision):
             reasons.append(kept)
         reasons += [row.text(numbers.rests) for row in tabulate_precision(component, precision) if row.num_cast]
+        reasons += explain_unmatched(component, precision)
         if forms and (range_of := explain_unmeasured(component, precision)):
             reasons.append(range_of)
         if forms and component.from_header:

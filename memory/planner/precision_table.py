@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,12 +97,13 @@ def tabulate_precision(component: Component, precision: Precision) -> tuple[Prec
         layer = tensor.layer_classes[0] if tensor.layer_classes else NO_CLASS
         return rows.setdefault(layer, PrecisionRow(layer=layer))
 
+    outside = {tensor.name for tensor in component.non_block.tensors}
     for tensor in weights_of(component):
         reason = reasons.get(tensor.name)
         if reason == "":
             row_of(tensor).cast(tensor, numbers, errors.get(tensor.name))
         else:
-            row_of(tensor).keep(tensor, reason or why_never(component, tensor))
+            row_of(tensor).keep(tensor, reason or why_never(tensor, outside))
     never = [row for row in rows.values() if not row.num_cast]
     together = PrecisionRow(layer=OTHERS)
     for row in never:
@@ -118,8 +119,8 @@ def weights_of(component: Component) -> Iterable[TensorSpec]:
         yield from block.tensors
 
 
-def why_never(component: Component, tensor: TensorSpec) -> str:
-    """Return why no precision casts a weight."""
-    if tensor in component.non_block.tensors:
+def why_never(tensor: TensorSpec, outside: Collection[str]) -> str:
+    """Return why no precision casts a weight; ``outside``: the names of those in no block."""
+    if tensor.name in outside:
         return OUTSIDE
     return OTHER_DTYPE if tensor.encodable else NOT_OF_A_LAYER

@@ -71,7 +71,9 @@ def build_shares(
             bundle = kept.get((index, number))
             if bundle is None:
                 own = [slots[tensor.name] for tensor in block.tensors]
-                bundle = Bundle(WeightGroup(block.name, own, forms=plan.forms, shows_wide=not for_host))
+                # A host reads single weights by itself, but not those of layers that their own parents read.
+                shows_wide = not for_host or component.is_in_layers
+                bundle = Bundle(WeightGroup(block.name, own, forms=plan.forms, shows_wide=shows_wide))
             blocks[number] = bundle
         fixed = kept.get((index, None))
         if fixed is None:

@@ -13,7 +13,7 @@ __all__, __getattr__ = lazy_names(
         "file_reader": ["Target", "WeightsFile", "count_cached_threads", "torch_dtype"],
         "blocks": ["LARGEST_NON_BLOCK_SHARE"],
         "sharing": ["NOTHING_SHARED", "Shared", "find_shared", "named_tensors"],
-        "known_errors": ["note_errors", "read_errors"],
+        "known_errors": ["MeasuredFile", "note_errors", "read_errors", "remember_errors_in"],
         "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],
         "form_numbers": ["AS_THEY_CAME", "FormNumbers", "Forms", "rests_of"],
         "storage_form": ["AS_STORED", "EncodedForm", "StorageForm"],

@@ -25,6 +25,8 @@ Own = TypeVar("Own", bound="CastForm")
 SCALE = attrgetter("scale")
 # The inverse of a smaller scale overflows float32: weights that small become zeros rather than NaN.
 LEAST_SCALE = 2.0**-126
+# The least that float16 holds: some kernels cast the scale to the dtype that they multiply.
+LEAST_HALF = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class CastForm(EncodedForm):
 
     @classmethod
     def measure_parts(cls: type[Own], parts: Iterable[torch.Tensor], *, name: str) -> Own:
-        largest = largest_of(parts, name=name)
-        return cls(scale_for(largest, cls.stored) if cls.is_scaled else 1.0)
+        seen: list[torch.dtype] = []
+        largest = largest_of((note_dtype(part, seen) for part in parts), name=name)
+        return cls(scale_for(largest, cls.stored, *seen[:1]) if cls.is_scaled else 1.0)
 
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         return [narrow(weight, self.stored, self.scale)]
@@ -96,19 +99,25 @@ def largest_of(parts: Iterable[torch.Tensor], *, name: str) -> float:
     """
     limits = [abs(float(limit)) for part in parts if part.numel() for limit in torch.aminmax(part)]
     if not all(map(math.isfinite, limits)):
-        raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
+        raise InvalidInput(f"weight {name!r} holds NaN or infinity; exclude it, or use precision 'as stored'")
     return max(limits, default=0.0)
 
 
-def scale_for(largest: float, stored: torch.dtype) -> float:
-    """Return the smallest power of two by which a value fits into a dtype, at least `LEAST_SCALE`."""
+def note_dtype(part: torch.Tensor, seen: list[torch.dtype]) -> torch.Tensor:
+    seen.append(part.dtype)
+    return part
+
+
+def scale_for(largest: float, stored: torch.dtype, wide: torch.dtype = torch.float32) -> float:
+    """Return the smallest power of two by which a value fits into a dtype, and that the wide dtype can hold."""
     limit = torch.finfo(stored).max
-    return max(LEAST_SCALE, 2.0 ** math.ceil(math.log2(largest / limit))) if largest > 0.0 else 1.0
+    least = LEAST_HALF if wide is torch.float16 else LEAST_SCALE
+    return max(least, 2.0 ** math.ceil(math.log2(largest / limit))) if largest > 0.0 else 1.0
 
 
 def find_scale(weight: torch.Tensor, *, name: str, stored: torch.dtype = torch.float8_e4m3fn) -> float:
     """Return the scale of a weight that is to rest in a dtype. Raises as `largest_of`."""
-    return scale_for(largest_of([weight], name=name), stored)
+    return scale_for(largest_of([weight], name=name), stored, weight.dtype)
 
 
 def code_limit(wide: torch.dtype, stored: torch.dtype, scale: float) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..options.placement import KINDS
 from .blocks import find_blocks
-from .known_errors import read_errors
+from .known_errors import MeasuredFile, read_errors
 from .safetensors_header import DTYPE_BITS, TensorHeader, read_header
 
 __all__ = ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"]
@@ -92,6 +92,8 @@ class Component:
     came with weights, which may not be the file's."""
     errors: frozenset[tuple[str, str, float]] = frozenset()
     """What weights were measured to lose in a storage form, relative to their size: weight, form, error."""
+    is_in_layers: bool = False
+    """Whether its blocks are single layers, whose weights its own code may read without calling them."""
     widens_whole: bool = False
     """Whether encoded weights stay widened from their first use to the end of a call, which takes room for them all."""
     shares: tuple[str, ...] = ()
@@ -131,7 +133,9 @@ def component_from_files(
     errors = frozenset(
         (tensor, form, error)
         for header in headers
-        for form, known in read_errors(header.version, header.tensors).items()
+        for form, known in read_errors(
+            MeasuredFile(path=header.path, version=header.version, tensors=header.tensors)
+        ).items()
         for tensor, error in known.items()
     )
     return replace(component, errors=errors, has_file=True, can_map=all(map(is_aligned, found)), from_header=True)

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from .component import TensorSpec
+from .file_reader import WeightsFile
 from .form_numbers import FormNumbers
-from .known_errors import note_errors, read_errors
+from .known_errors import MeasuredFile, note_errors, read_errors
 from .known_forms import encoded_form
 from .source import WeightsSource
 from .storage_form import EncodedForm
@@ -38,7 +39,7 @@ def measure_errors(
     """Return what weights of a module lose in a form: name, form and error of each that can be read.
 
     Costs a pass over each weight that was not measured before; those without memory are read from their file, one at a
-    time.
+    time. What rests encoded has lost already what it loses, and is as it was measured before that.
 
     Raises:
         InvalidInput: a weight holds NaN or infinity, or its file has changed.
@@ -49,8 +50,8 @@ def measure_errors(
     in_files: list[TensorSpec] = []
     for spec in weights:
         tensor, key = held[spec.name], (numbers.name, spec.name)
-        if getattr(tensor, "rests_narrower", False) or tensor.device.type not in ("cpu", "meta"):
-            if key in own:  # measured before it came to rest so, or went to its device
+        if getattr(tensor, "rests_narrower", False):
+            if key in own:
                 found[spec.name] = own[key][1]
         elif tensor.is_meta:
             in_files.append(spec)
@@ -59,13 +60,18 @@ def measure_errors(
             if key not in own or own[key][0] != now:
                 own[key] = now, measure_error(kind, tensor, name=spec.name)
             found[spec.name] = own[key][1]
-    if source is not None:
-        found |= measure_files(in_files, held, kind, source)
+    if source is not None and in_files:
+        read = measure_files(in_files, held, kind, source)
+        own.update({(numbers.name, name): (None, error) for name, error in read.items()})
+        found |= read
     return frozenset((name, numbers.name, error) for name, error in found.items())
 
 
 def identity_of(tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """Return what changes when other code writes to a weight or gives it other memory, as far as torch tells."""
+    """Return what changes when other code writes to a weight or gives it other memory, as far as torch tells.
+
+    Not seen: a write through ``.data``, or to a tensor of inference mode.
+    """
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version, tuple(tensor.shape)
 
 
@@ -74,14 +80,14 @@ def measure_files(
 ) -> dict[str, float]:
     """Return what weights lose that are in their files only; keeps what was measured for the next time."""
     form = kind.numbers.name
-    by_file: defaultdict[Any, list[TensorSpec]] = defaultdict(list)
+    by_file: defaultdict[WeightsFile, list[TensorSpec]] = defaultdict(list)
     for spec in specs:
         if source.holds(spec):
             by_file[source.files[spec.name][0]].append(spec)
     found: dict[str, float] = {}
     for file, own in by_file.items():
-        tensors = file.tensors.values()
-        before, measured = read_errors(file.version, tensors).get(form, {}), {}
+        told = MeasuredFile(path=file.path, version=file.version, tensors=[*file.tensors.values()])
+        before, measured = read_errors(told).get(form, {}), {}
         for spec in own:
             stored_name = source.files[spec.name][1].name
             if stored_name not in before:
@@ -90,7 +96,7 @@ def measure_files(
                 measured[stored_name] = measure_error(kind, weight, name=spec.name)
             found[spec.name] = measured.get(stored_name, before.get(stored_name, 0.0))
         if measured:
-            note_errors(file.version, tensors, form, measured)
+            note_errors(told, form, measured)
     return found
 
 
@@ -103,18 +109,22 @@ def measure_error(kind: type[EncodedForm], weight: torch.Tensor, *, name: str) -
     """
     form, part = kind.measure(weight, name=name), sample(weight)
     back = form.decode(form.encode(part), weight.dtype).view(part.shape)
-    rows, lost = part.flatten(1).float(), (back.float() - part.float()).flatten(1)
+    rows, lost = part.flatten(1).double(), (back.double() - part.double()).flatten(1)
     sizes = rows.norm(dim=1)
     is_filled = sizes > 0
     if not is_filled.any():
         return 0.0
-    return float((lost.norm(dim=1)[is_filled] / sizes[is_filled]).double().square().mean().sqrt())
+    return float((lost.norm(dim=1)[is_filled] / sizes[is_filled]).square().mean().sqrt())
 
 
 def sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return some of a weight's rows, as many as have `NUM_SAMPLED` elements, from all over it; at least one."""
+    """Return some of a weight's rows, as many as have `NUM_SAMPLED` elements; at least one, and the same every time.
+
+    They are drawn at random: rows may differ by their place, as where those of two matrices take turns.
+    """
     weight = weight.detach()
     if weight.numel() <= NUM_SAMPLED:
         return weight
     num_rows = max(1, NUM_SAMPLED * weight.shape[0] // weight.numel())
-    return weight[:: max(1, weight.shape[0] // num_rows)][:num_rows].contiguous()
+    rows = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(0))[:num_rows]
+    return weight[rows.sort().values.to(weight.device)]

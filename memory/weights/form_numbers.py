@@ -66,7 +66,8 @@ class FormNumbers:
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether a weight can rest in this form."""
-        return tensor.encodable and tensor.dtype in WIDE_DTYPES and self.suits(tensor)
+        is_cast = tensor.encodable and tensor.dtype in WIDE_DTYPES and tensor.num_elements > 0
+        return is_cast and self.suits(tensor)
 
     def leaf_bytes(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the bytes of each leaf at rest."""

@@ -41,6 +41,7 @@ def cut_into_layers(component: Component, module: nn.Module) -> Component:
         component,
         blocks=tuple(Block(name=path, tensors=tuple(tensors)) for path, tensors in layers.items()),
         non_block=Block(name="", tensors=fixed),
+        is_in_layers=True,
     )
 
 

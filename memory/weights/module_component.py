@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import nn
@@ -89,14 +88,13 @@ def describe_parameters(
                     and not is_adapters(modules, aliases[0])
                 ),
                 kept_by=declared.why_wide(aliases[0]),
-                layer_classes=layer_classes(type(owner)),  # type: ignore[arg-type]
+                layer_classes=layer_classes(type(owner)),
             )
         )
     places = {spec.name: shared.lent[number] for spec in specs if (number := id(parameters[spec.name])) in shared.lent}
     return specs, places
 
 
-@cache
 def layer_classes(kind: type) -> tuple[str, ...]:
     """Return the names of a layer's class and of those that it derives from, up to torch's own base."""
     classes = kind.__mro__[: kind.__mro__.index(nn.Module)] if kind is not nn.Module else (nn.Module,)
@@ -157,7 +155,9 @@ def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_encodable(owner: nn.Module, parameter_name: str) -> bool:
-    return parameter_name == "weight" and isinstance(owner, ENCODABLE_CLASSES)
+    kind = type(owner)
+    is_gpt2s = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")  # a linear layer, transposed
+    return parameter_name == "weight" and (isinstance(owner, ENCODABLE_CLASSES) or is_gpt2s)
 
 
 def is_adapters(modules: Mapping[str, nn.Module], name: str) -> bool:

@@ -1,6 +1,7 @@
 """The forms `fp8 per row` and `e5m2 per row`: eight bits with a power of two for each row of a weight.
 
-A row is what belongs to one output of a layer, or one entry of an embedding. Rows of very different size, as an outlier
+A row is a weight's first dimension: what belongs to one output of a layer (of a transposed convolution, one input), or
+one entry of an embedding. Rows of very different size, as an outlier
 makes them, keep the precision that one scale for all of them would cost the small ones.
 """
 

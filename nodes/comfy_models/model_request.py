@@ -130,7 +130,7 @@ def read_request(
         more_notes = [*more_notes, *watermark.apply()]
     request = Request(
         profile=asked,
-        precision=read_precision(precision) if precision_options is None else precision_options,
+        precision=read_precision(precision, precision_options),
         placement=resolved,
         node_id=node.hidden.unique_id,
         engine=engine,

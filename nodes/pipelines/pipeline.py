@@ -88,7 +88,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 if profile is not None:  # None is a linked widget, read when the node runs
                     read_profile(profile, components)
                 if precision is not None:
-                    read_precision(precision, components)
+                    read_precision(precision, components=components)
                 if placement is not None:
                     read_placement(placement, components)
         except InvalidInput as error:
@@ -130,7 +130,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 pipe,
                 profile=fitting_profile,
                 placement=fitting_placement,
-                precision=read_precision(precision, components) if precision_options is None else precision_options,
+                precision=read_precision(precision, precision_options, components),
                 files=sources,
                 name=pipeline,
                 node_id=cls.hidden.unique_id,

@@ -111,7 +111,7 @@ def test_another_compute_dtype_is_refused_in_one_line(gpu_host: HostProcess) -> 
     )
     graph.keep(sample_flux(graph, model))
     result = gpu_host.run(graph.nodes)
-    assert result.outcome == "error" and "compute_dtype F32 was asked for" in result.error
+    assert result.outcome == "error" and "compute_dtype float32 was asked for" in result.error
 
 
 def test_core_alone_is_as_before(gpu_host: HostProcess, reference: Callable, ours: Callable) -> None:

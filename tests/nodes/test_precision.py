@@ -20,6 +20,7 @@ from highwater.memory.options.precision import Precision, precision_for  # noqa:
 from highwater.nodes.comfy_models.model_request import ModelNode  # noqa: E402
 from highwater.nodes.pipelines.pipeline import HighwaterLoadPipeline  # noqa: E402
 from highwater.nodes.precision import HighwaterPrecision  # noqa: E402
+from highwater.nodes.widget_values import read_precision  # noqa: E402
 
 
 def run(**widgets: Any) -> Any:
@@ -57,6 +58,23 @@ def test_two_nodes_are_for_two_parts() -> None:
     assert str(both) == "text=bf16,diffusion=fp8 scaled"
     with pytest.raises(InvalidInput, match="component 'text' has two Precision nodes"):
         run(component="text", others=both)
+
+
+def test_a_node_for_one_part_leaves_the_others_to_the_loaders_own_widget() -> None:
+    text = run(storage="bfloat16", component="text")
+    both = read_precision("fp8 scaled", text)
+    assert precision_for(both, "clip", "text") == Precision("bf16")
+    assert precision_for(both, "model", "diffusion") == Precision("fp8 scaled")
+    both = read_precision("text=fp8 plain,vae=fp16", text)
+    assert precision_for(both, "clip", "text") == Precision("bf16")
+    assert precision_for(both, "ae", "vae") == Precision("fp16")
+    assert precision_for(both, "model", "diffusion") is None
+    assert precision_for(read_precision("fp8 scaled", run()), "model", "diffusion") == Precision("fp8 scaled")
+
+
+def test_the_comma_of_a_repetition_separates_nothing() -> None:
+    (item,) = run(exclude=r"blocks\.\d{1,3}\.up, ^norm{2,}").items
+    assert item.precision is not None and item.precision.exclude == (r"blocks\.\d{1,3}\.up", "^norm{2,}")
 
 
 @pytest.mark.parametrize(

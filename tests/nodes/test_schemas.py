@@ -80,7 +80,7 @@ def test_widgets_report_their_options_as_the_page_spells_them() -> None:
     assert inputs["prompt"][1]["multiline"] is True
     combo = comfy_api.object_info()["HighwaterPrecision"]["input"]["required"]["granularity"]
     assert combo[0] == "COMBO"
-    options = ["block", "layer"]
+    options = ["block", "layer", "component"]
     assert {"multiselect": False, "options": options, "default": "block"}.items() <= combo[1].items()
 
 

@@ -98,6 +98,7 @@ def test_what_is_kept_is_named_by_patterns_and_classes() -> None:
         (["fp8"], {"exclude": [3]}, "exclude .*3.*; allowed: a list of texts"),
         (["fp8"], {"exclude": ["("]}, r"exclude '\(' is no regular expression"),
         (["fp8"], {"granularity": "leaf"}, "granularity 'leaf' is unknown; allowed: layer, block, component"),
+        (["fp8"], {"honours_declared": "no"}, "honours_declared 'no'; allowed: True or False"),
         (["fp8"], {"error_limit": 0}, "error_limit 0; allowed: a number above 0"),
         (["fp8"], {"error_limit": math.nan}, "error_limit nan; allowed: a number above 0"),
         (["fp8"], {"error_limit": "0.1"}, "error_limit '0.1'; allowed: a number above 0"),

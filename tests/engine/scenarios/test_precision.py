@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch.nn import functional
 
 from highwater.memory import load_model, manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.options.placement import AUTO_PLACEMENT
+from highwater.memory.options.placement import AUTO_PLACEMENT, parse_placement
 from highwater.memory.options.precision import Precision, parse_precision
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
 from highwater.memory.transfer import devices
+from highwater.memory.weights import form_errors, known_errors
 from highwater.memory.weights.component import component_from_files
 from highwater.memory.weights.fp8 import ScaledFp8
 from highwater.memory.weights.known_forms import FORMS
@@ -241,7 +243,7 @@ def names_with(precision: Precision, net: nn.Module, machine: Any) -> tuple[set[
 def test_patterns_and_classes_keep_what_they_name(machine) -> None:
     names, text = names_with(Precision.of("fp8", exclude=[r"blocks\.[01]\.", "^up"]), build(), machine)
     assert names == {name for name in ALL if name.startswith(("blocks.2", "blocks.3"))}
-    assert r"excluded by 'blocks\\.[01]\\.'" in text and "'^up'" not in text
+    assert r"excluded by 'blocks\\.[01]\\.'" in text and "exclude '^up' matches no weight" in text
     names, text = names_with(Precision.of("fp8", exclude_classes=[nn.Linear]), build(), machine)
     assert names == set() and "everything stays as stored" in text, "out_proj's class derives from Linear"
     own = type("OwnLinear", (nn.Linear,), {})
@@ -326,7 +328,9 @@ def test_only_floats_that_compute_in_a_layer_are_cast(machine) -> None:
 
 def test_another_compute_dtype_than_the_components_is_refused(machine) -> None:
     with machine(4) as manager:
-        with pytest.raises(InvalidInput, match="compute_dtype F16 was asked for, and its weights compute in F32"):
+        with pytest.raises(
+            InvalidInput, match="compute_dtype float16 was asked for, and its weights compute in float32"
+        ):
             manage(build(), placement="gpu:0", precision=Precision.of("fp8", torch.float16), manager=manager)
         with manage(build(), placement="gpu:0", precision=Precision.of("bf16", "float32"), manager=manager) as managed:
             assert forms_of(managed) == ALL
@@ -347,8 +351,9 @@ def test_each_component_has_its_own_precision(machine) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "highwater" / "errors"
+    monkeypatch.setattr(known_errors, "errors_folder", [tmp_path / "errors"])
+    monkeypatch.setattr(known_errors, "measured_here", {})
+    return tmp_path / "errors"
 
 
 def header_plan(path: Path) -> Any:
@@ -382,6 +387,7 @@ def test_a_file_is_measured_once_and_plans_know_it(machine, tmp_path: Path, cach
     monkeypatch.setattr(WeightsSource, "read_into", noted)
     for round_number in range(2):
         read.clear()
+        known_errors.measured_here.clear()  # another process
         loaded = load_model(path, Net)
         with machine(4) as manager:
             precision = "fp8 plain"
@@ -389,13 +395,16 @@ def test_a_file_is_measured_once_and_plans_know_it(machine, tmp_path: Path, cach
                 assert "blocks.1.up.weight" in ALL - forms_of(managed)
                 assert bool(ALL & {*read}) == (round_number == 0), "what was measured is known to the next process"
                 assert torch.equal(loaded(X.bfloat16()).cpu(), rounded(net, forms_of(managed), precision)(X.bfloat16()))
+    known_errors.measured_here.clear()
     plan = header_plan(path)
     assert "would lose more than 0.06" in "\n".join(plan.reasons)
     assert not any("first read" in reason for reason in plan.reasons)
     assert "blocks.1.up.weight" not in plan.forms
     (kept,) = cache.iterdir()
-    for damage in (b"", b"{", b'{"fp8 plain": 3}', b'{"fp8 plain": {"blocks.0.up.weight": "x"}}', b"[" * 100000):
+    large = b'{"fp8 plain": {"blocks.0.up.weight": 1' + b"0" * 400 + b"}}"
+    for damage in (b"", b"{", b'{"fp8 plain": 3}', b'{"fp8 plain": {"blocks.0.up.weight": "x"}}', b"[" * 100000, large):
         kept.write_bytes(damage)
+        known_errors.measured_here.clear()
         assert any("first read" in reason for reason in header_plan(path).reasons)
     net.blocks[1].up.weight.mul_(100.0)
     save_file(net.state_dict(), path)
@@ -573,13 +582,32 @@ def test_compiling_breaks_the_graph_at_blocks_alone(machine) -> None:
     assert as_stored[1] <= num_blocks + 1, "one for each block, and one where the pass begins"
 
 
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_code_that_reads_a_layers_weight_outside_it_is_refused(machine) -> None:
-    """As T5 does, to cast its input; a block that is widened as a whole is compiled."""
-    with pytest.raises(Exception, match=r"granularity 'block'"):
-        count_graphs(Precision("fp8 scaled", granularity="layer"), machine)
-    torch._dynamo.reset()
+COMPILED = """
+import torch
+from highwater.headless import simdevice
+from highwater.memory import MemoryManager, Precision, manage
+from highwater.tests.engine.scenarios.test_precision import X, build
+
+simdevice.install("sim", num_devices=1)
+with torch.no_grad(), simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=1 << 28)]):
+    net = build()
+    precision = Precision("fp8 scaled", granularity="layer")
+    with manage(net, placement="gpu:0", precision=precision, manager=MemoryManager()):
+        try:
+            torch.compile(net, backend="eager")(X)
+        except Exception as error:
+            assert "a weight outside its layer needs granularity 'block'" in str(error), error
+        else:
+            raise AssertionError("it was compiled")
+"""
+
+
+def test_compiled_code_that_reads_a_layers_weight_outside_it_is_refused(sim, run_python) -> None:
+    """As T5 does, to cast its input; a block that is widened as a whole is compiled.
+
+    In a process of its own: such an error leaves torch's compiler in a state that it does not leave by itself.
+    """
+    run_python(COMPILED)
 
 
 @torch.no_grad()
@@ -610,3 +638,178 @@ def test_a_device_without_float8_keeps_weights_as_stored_and_says_so(machine, mo
         monkeypatch.setattr(torch.Tensor, "copy_", copy_to)
         devices.WITH_FLOAT8.clear()
         assert device.has_float8 and devices.find_device("cpu").has_float8
+
+
+@torch.no_grad()
+def test_what_is_on_its_device_or_was_measured_from_its_file_keeps_its_limit(machine, tmp_path: Path) -> None:
+    net = build(dtype=torch.bfloat16)
+    net.blocks[1].up.weight.mul_(0.01)
+    path = tmp_path / "net.safetensors"
+    save_file(net.state_dict(), path)
+    x = X.bfloat16()
+    with machine(4) as manager:
+        with manage(net, placement="gpu:0", precision="as stored", manager=manager) as managed:
+            net(x)
+            managed.reprofile(precision="fp8 plain")
+            assert "blocks.1.up.weight" not in forms_of(managed)
+            net(x)
+            managed.reprofile("gpu:0=90%")
+            assert "blocks.1.up.weight" not in forms_of(managed)
+        loaded = load_model(path, Net)
+        with manage(loaded, placement="gpu:0:disk", precision="fp8 plain", manager=manager) as managed:
+            for profile in ("auto", "gpu:0=90%", "gpu:0=0.055MiB"):
+                managed.reprofile(profile)
+                loaded(x)
+                assert "blocks.1.up.weight" not in forms_of(managed), profile
+                assert not any("first read" in reason for reason in managed.plan["model"].reasons)
+
+
+@torch.no_grad()
+def test_files_that_differ_in_their_values_alone_are_two(machine, tmp_path: Path, cache: Path) -> None:
+    found = []
+    for name, factor in (("good", 1.0), ("bad", 0.01)):
+        net = build(dtype=torch.bfloat16)
+        net.blocks[1].up.weight.mul_(factor)
+        path = tmp_path / f"{name}.safetensors"
+        save_file(net.state_dict(), path)
+        os.utime(path, (1000, 1000))
+        with machine(4) as manager:
+            loaded = load_model(path, Net)
+            with manage(loaded, placement="gpu:0:disk", precision="fp8 plain", manager=manager) as managed:
+                found.append("blocks.1.up.weight" in forms_of(managed))
+    assert found == [True, False]
+
+
+def test_a_file_is_measured_once_where_nothing_can_be_kept(machine, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "net.safetensors"
+    save_file(build(dtype=torch.bfloat16).state_dict(), path)
+    measured: list[str] = []
+    measure = form_errors.measure_error
+
+    def note(kind: Any, weight: torch.Tensor, *, name: str) -> float:
+        measured.append(name)
+        return measure(kind, weight, name=name)
+
+    monkeypatch.setattr(form_errors, "measure_error", note)
+    blocked = tmp_path / "a file, no folder"
+    blocked.write_text("")
+    for folder in (None, blocked / "errors"):
+        monkeypatch.setattr(known_errors, "errors_folder", [folder])
+        monkeypatch.setattr(known_errors, "measured_here", {})
+        measured.clear()
+        with machine(4) as manager:
+            for _ in range(2):
+                loaded = load_model(path, Net)
+                with manage(loaded, placement="gpu:0:disk", precision="fp8 plain", manager=manager) as managed:
+                    managed.reprofile("gpu:0=90%")
+        assert sorted(measured) == sorted(ALL)
+
+
+@torch.no_grad()
+def test_weights_whose_error_is_no_number_stay(machine) -> None:
+    net = build()
+    net.blocks[1].up.weight[3] = 1e30
+    names, _ = names_with(Precision.of("fp8", scale="none"), copy.deepcopy(net), machine)
+    assert "blocks.1.up.weight" not in names
+    assert names_with(Precision.of("fp8", scale="row"), copy.deepcopy(net), machine)[0] == ALL
+
+
+@pytest.mark.parametrize("scale", ["tensor", "row", "none"])
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+@torch.no_grad()
+def test_a_host_computes_the_same_where_weights_are_read_outside_their_layer(
+    machine, granularity: str, scale: str
+) -> None:
+    net, x = build(Reading), X
+    names = {f"blocks.{number}.{layer}.weight" for number in range(4) for layer in ("layer", "called")}
+    precision = Precision.of("fp8", scale=scale, granularity=granularity, error_limit=math.inf)
+    want = rounded(net, names, precision.name)(x)
+    with machine(4) as manager:
+        (member,), _ = manager.add(
+            {"model": net},
+            placement=parse_placement("gpu:0", devices=["cpu", "gpu:0"]),
+            profile=OffloadProfile(),
+            precision=precision,
+            name=None,
+            node_id=None,
+            is_hosted=True,
+        )
+        manager.hosting.load(member)
+        assert {*member.managed.plan.forms} == names
+        assert torch.equal(net(x.to("sim:0")).cpu(), want)
+        manager.remove(member)
+        del member
+    assert torch.equal(net(x), want)
+
+
+@pytest.mark.parametrize(("every", "offset"), [(2, 1), (2, 0), (8, 3)])
+@torch.no_grad()
+def test_rows_that_take_turns_are_both_measured(every: int, offset: int) -> None:
+    """As those of a gate and its values do; a sample of every second row would see one of them."""
+    weight = torch.randn(8192, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    weight[offset::every] *= 0.05
+    form = FORMS["fp8 plain"][1]()
+    (codes,) = (measured := form.measure(weight, name="w")).encode(weight)
+    lost = measured.decode([codes], weight.dtype) - weight
+    exact = float((lost.norm(dim=1) / weight.norm(dim=1)).square().mean().sqrt())
+    assert form_errors.measure_error(form, weight, name="w") == pytest.approx(exact, rel=0.1)
+    assert exact > FORMS["fp8 plain"][0].error_limit
+
+
+@pytest.mark.parametrize("form", ["fp8 scaled", "e5m2 scaled", "fp8 per row"])
+@torch.no_grad()
+def test_the_smallest_halves_compute_as_they_are_read(machine, form: str) -> None:
+    """Some kernels cast the factor to the dtype that they multiply."""
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False)) for _ in range(3))).half().requires_grad_(False)
+    weight = net[1][0].weight
+    weight.copy_(torch.where(weight > 0, 2.0**-24, 0.0))
+    seen: list[torch.Tensor] = []
+    with machine(4) as manager:
+        precision = Precision(form, granularity="layer")
+        with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+            assert "1.0.weight" in forms_of(managed)
+            net[1][0].register_forward_hook(lambda module, args, output: seen.append(module.weight.detach().cpu()))
+            net(torch.ones(2, 8, dtype=torch.float16))
+            assert torch.equal(seen[0], net[1][0].weight.cpu()) and seen[0].any()
+
+
+@torch.no_grad()
+def test_a_weight_without_elements_is_never_cast(machine) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.none = nn.LayerNorm(WIDTH), nn.Linear(0, 0, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x)
+
+    net = nn.Sequential(*(Empty() for _ in range(4))).requires_grad_(False)
+    want = net(X)
+    with machine(4) as manager:
+        for precision in ("bf16", "fp8 scaled", Precision("fp8 per row", granularity="component")):
+            with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+                assert not forms_of(managed) and torch.equal(net(X).cpu(), want)
+
+
+def test_what_excludes_nothing_is_said(machine) -> None:
+    precision = Precision.of("fp8", exclude=["atn"], exclude_classes=["Liner", nn.LayerNorm])
+    names, text = names_with(precision, build(), machine)
+    assert names == ALL
+    assert "exclude 'atn' matches no weight" in text and "exclude_classes 'Liner' matches no weight" in text
+    assert "'LayerNorm'" not in text
+
+
+@torch.no_grad()
+def test_gpt2s_linear_layers_are_cast(machine) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=16)
+    net = transformers.GPT2Model(config).eval().requires_grad_(False)
+    tokens = torch.arange(8)[None]
+    with machine(8) as manager:
+        with manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+            names = forms_of(managed)
+            assert len(names) == 12 and all(
+                name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) for name in names
+            )
+            got = net(tokens).last_hidden_state.cpu()
+        assert torch.allclose(got, net(tokens).last_hidden_state, atol=1e-5)

@@ -25,7 +25,7 @@ def test_scales_are_powers_of_two_and_use_the_range(seed: int, deviation: float,
     stored = encode_fp8(weight, scale)
     assert math.frexp(scale)[0] == 0.5
     assert torch.isfinite(stored.float()).all()
-    if weight.abs().amax() > 0:
+    if weight.abs().amax() > 0 and not (dtype is torch.float16 and scale == 2.0**-24):  # the least that it holds
         assert 224 < float(weight.float().abs().amax()) / scale <= 448 * (1 + 2**-4)
 
 
