@@ -75,13 +75,13 @@ def flux_with(host: HostProcess, profile: str = "auto", strength: float | None =
 
 
 @pytest.mark.parametrize("strength", [None, 1.0])
-def test_layers_compute_the_same_bits_as_blocks(gpu_host: HostProcess, strength: float | None) -> None:
+def test_every_granularity_computes_the_same_bits(gpu_host: HostProcess, strength: float | None) -> None:
     gpu_host.forget()
     blocks = flux_with(gpu_host, strength=strength)
-    for profile in ("auto", "3MiB"):
+    for granularity, profile in (("layer", "auto"), ("layer", "3MiB"), ("component", "auto")):
         gpu_host.forget()
-        layers = flux_with(gpu_host, profile, strength, granularity="layer")
-        assert all(torch.equal(layers[name], blocks[name]) for name in blocks), profile
+        others = flux_with(gpu_host, profile, strength, granularity=granularity)
+        assert all(torch.equal(others[name], blocks[name]) for name in blocks), (granularity, profile)
     ours = Loaders(precision="fp8 scaled")
     gpu_host.forget()
     graph = Graph()

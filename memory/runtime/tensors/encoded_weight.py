@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-from ...errors import UnsafeState
+from ...errors import InvalidInput, UnsafeState
 from ...transfer.slabs import Form
 from .deep_copies import Copied
 from .form_functions import LEFT_ALONE
@@ -116,7 +116,10 @@ class EncodedLeaves:
         """Encode a wide weight into the leaves. For NaN and infinity raises `InvalidInput` and changes nothing."""
         assert self.slot.encoding is not None
         with torch.no_grad():
-            form = self.slot.encoding.measure(weight, name=self.slot.spec.name)
+            try:
+                form = self.slot.encoding.measure(weight, name=self.slot.spec.name)
+            except InvalidInput as error:
+                raise InvalidInput(f"{error}; what was written to it is undone") from None
             before = self.leaves[0]._version
             for leaf, encoded in zip(self.leaves, form.encode(weight), strict=True):
                 leaf.copy_(encoded)

@@ -813,3 +813,18 @@ def test_gpt2s_linear_layers_are_cast(machine) -> None:
             )
             got = net(tokens).last_hidden_state.cpu()
         assert torch.allclose(got, net(tokens).last_hidden_state, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_write_that_no_form_can_hold_is_undone_and_the_error_says_so(machine) -> None:
+    net = build()
+    with machine(4) as manager, manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager):
+        want = net(X).cpu()
+        weight = net.blocks[1].up.weight
+        weight.data.mul_(3.0)
+        weight.data[3, 3] = float("nan")
+        with pytest.raises(
+            InvalidInput, match=r"blocks\.1\.up\.weight' holds NaN .*; what was written to it is undone"
+        ):
+            net(X)
+        assert torch.equal(net(X).cpu(), want)
