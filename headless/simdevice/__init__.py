@@ -165,9 +165,11 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
         return
     load_backend(None if build_directory is None else Path(build_directory))
     from ...memory.manager.default import keep_out_of_user_cache
+    from ...memory.transfer.devices import WITH_FLOAT8
     from .module import create_module
 
     keep_out_of_user_cache()
+    WITH_FLOAT8[name] = True  # not to be tried: a few bytes would be counted as some node's
 
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, create_module(name, lambda index: repr(_specs[index])))

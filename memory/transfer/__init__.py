@@ -8,6 +8,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "devices": [
+            "WITH_FLOAT8",
             "AllocatorBytes",
             "Card",
             "Device",

@@ -172,7 +172,8 @@ NOTHING_ALLOCATED = AllocatorBytes(0, 0, 0)
 UNCOUNTED: set[str] = set()
 
 
-WITH_FLOAT8: dict[str, bool] = {}
+# Every card of CUDA and ROCm widens float8, Apple's GPUs have no such dtypes; others are tried.
+WITH_FLOAT8: dict[str, bool] = {"cpu": True, "cuda": True, "mps": False}
 """By type of device, whether float8 can be widened there."""
 
 
@@ -214,10 +215,10 @@ class Device:
 
     @property
     def has_float8(self) -> bool:
-        """Whether float8 can be widened there; tried once for each type of device. Apple's GPUs have no such dtypes."""
+        """Whether float8 can be widened there; tried once for each type of device where that is not known."""
         kind = self.torch_device.type
         if kind not in WITH_FLOAT8:
-            WITH_FLOAT8[kind] = self.is_cpu or can_widen_float8(self.torch_device)
+            WITH_FLOAT8[kind] = can_widen_float8(self.torch_device)
         return WITH_FLOAT8[kind]
 
     def card(self) -> Card | None:

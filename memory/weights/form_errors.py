@@ -58,7 +58,8 @@ def measure_errors(
         else:
             now = identity_of(tensor)
             if key not in own or own[key][0] != now:
-                own[key] = now, measure_error(kind, tensor, name=spec.name)
+                # In RAM: its device may have no room for what measuring takes.
+                own[key] = now, measure_error(kind, tensor.detach().cpu(), name=spec.name)
             found[spec.name] = own[key][1]
     if source is not None and in_files:
         read = measure_files(in_files, held, kind, source)

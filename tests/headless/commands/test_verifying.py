@@ -79,8 +79,8 @@ def faulty(monkeypatch) -> list[str]:
     """One block computes with weights that are not its own; the names that it had."""
     compute_from = WeightGroup.compute_from
 
-    def corrupt(group: WeightGroup, *args: object) -> None:
-        compute_from(group, *args)
+    def corrupt(group: WeightGroup, *args: object, **options: object) -> None:
+        compute_from(group, *args, **options)
         if group.name.startswith("up_blocks.1"):
             seen.append(group.name)
             for slot in group.slots:
