@@ -287,7 +287,7 @@ class Registry:
         members = sorted(members, key=lambda member: member.rank)
         for member in members:
             member.managed.packing.mapped.refuse_overwritten()
-            member.managed.finish_copies()  # weights may be measured where they are
+            member.managed.finish_loading()  # weights may be measured where they are
             member.managed.describe_anew()
         ids = {member.name: member.id for member in members}
         modules = {member.name: member.managed.module for member in members}

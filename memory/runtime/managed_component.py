@@ -390,6 +390,12 @@ class ManagedComponent:
         *blocks, non_block = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
         return replace(self.component, blocks=tuple(blocks), non_block=non_block)
 
+    def finish_loading(self) -> None:
+        """Wait until what is loaded is on its devices; not for blocks that come before they are asked for."""
+        for share in self.shares:
+            if share.copies is not None:
+                share.copies.finish()
+
     def finish_copies(self) -> None:
         """Wait on the host until nothing is copied to any device."""
         wait_for_copies(self.shares)
