@@ -31,6 +31,7 @@ __all__ = [
     "parse_device",
     "parse_placement",
     "resolve_kind",
+    "take_component",
 ]
 
 # Component kinds and the words that other programs use for them.
@@ -188,17 +189,7 @@ def parse_placement(text: str, *, devices: Collection[str], components: Sequence
 
 
 def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[str]) -> PlacementItem:
-    component = "*"
-    begin = scanner.position
-    if scanner.match(WORD) and scanner.peek("="):
-        component = resolve_kind(scanner, scanner.text[begin : scanner.position].strip(), components, begin)
-        scanner.take("=")
-    else:
-        scanner.go_to(begin)
-        if scanner.peek("="):
-            scanner.fail(
-                f"a component is missing before '='; {allowed_values('', dict.fromkeys(['*', *KINDS, *components]))}"
-            )
+    component = take_component(scanner, components)
     splits = parse_place(scanner, devices)
     tier = None
     if scanner.take(":"):
@@ -206,6 +197,21 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
     forbids_ram = tier == "disk" and scanner.take("!")
     refuse_what_follows(scanner, splits, tier)
     return PlacementItem(component=component, devices=splits, tier=tier, forbids_ram=forbids_ram)
+
+
+def take_component(scanner: Scanner, components: Sequence[str]) -> str:
+    """Consume the component and the ``=`` that an item may begin with; returns ``*`` where it names none."""
+    begin = scanner.position
+    if scanner.match(WORD) and scanner.peek("="):
+        component = resolve_kind(scanner, scanner.text[begin : scanner.position].strip(), components, begin)
+        scanner.take("=")
+        return component
+    scanner.go_to(begin)
+    if scanner.peek("="):
+        scanner.fail(
+            f"a component is missing before '='; {allowed_values('', dict.fromkeys(['*', *KINDS, *components]))}"
+        )
+    return "*"
 
 
 def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: str | None) -> None:

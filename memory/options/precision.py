@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
 from ..errors import InvalidInput, allowed_values, quoted, require
-from .placement import WORD, Scanner, resolve_kind
+from .placement import Scanner, take_component
 
 __all__ = [
     "BY_PROFILE",
@@ -252,13 +252,7 @@ def parse_precision(text: str | None, *, forms: Iterable[str], components: Seque
 
 
 def parse_item(scanner: Scanner, names: Sequence[str], components: Sequence[str]) -> PrecisionItem:
-    component = "*"
-    begin = scanner.position
-    if scanner.match(WORD) and scanner.peek("="):
-        component = resolve_kind(scanner, scanner.text[begin : scanner.position].strip(), components, begin)
-        scanner.take("=")
-    else:
-        scanner.go_to(begin)
+    component = take_component(scanner, components)
     scanner.skip_blanks()
     at = scanner.position
     match = scanner.match(FORM)

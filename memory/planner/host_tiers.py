@@ -24,6 +24,7 @@ from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import DevicePlan
 from .form_choice import explain_reading
+from .precision_table import PrecisionRow
 from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
 __all__ = ["NOT_AHEAD", "StoreSpec", "choose_tiers", "explain_lacking", "lock_pages", "may_be_pinned", "whose"]
@@ -46,6 +47,7 @@ class StoreSpec:
     sizes: Sizes
     item: PlacementItem
     precision: Precision
+    precision_rows: tuple[PrecisionRow, ...] = ()
     forms_by_profile: bool
     num_devices: int
     on_cpu: bool

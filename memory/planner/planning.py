@@ -134,7 +134,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
         shares=part.shares,
         tier=part.tier,
         precision=part.precision if part.forms else Precision.AS_STORED,
-        precision_rows=tabulate_precision(part.component, part.precision) if part.forms else (),
+        precision_rows=part.precision_rows,
         forms=part.forms,
         # No tier is the name of several: without one the same is chosen again.
         placement=replace(
@@ -167,6 +167,7 @@ def draft(
     refuse_other_compute(component, precision)
     forms = choose_forms(component, precision)
     without = without_float8(forms, devices, machine)
+    rows = tabulate_precision(component, precision) if forms and not without else ()
     if without:
         forms = AS_THEY_CAME
         reasons.append(f"{without} has no float8: everything stays as stored; precision bf16 or fp16 halves float32")
@@ -175,7 +176,7 @@ def draft(
             reasons.append(explain_nothing(component, numbers))
         if kept := explain_wide(component, precision):
             reasons.append(kept)
-        reasons += [row.text(numbers.rests) for row in tabulate_precision(component, precision) if row.num_cast]
+        reasons += [row.text(numbers.rests) for row in rows if row.num_cast]
         reasons += explain_unmatched(component, precision)
         if forms and (range_of := explain_unmeasured(component, precision)):
             reasons.append(range_of)
@@ -187,6 +188,7 @@ def draft(
         sizes=Sizes(component, forms),
         item=item,
         precision=precision,
+        precision_rows=rows,
         forms_by_profile=by_profile,
         num_devices=len(devices),
         on_cpu=devices[0].device == "cpu",

@@ -46,7 +46,6 @@ class FormNumbers:
     Args:
         name: what a user writes as precision.
         rests: how a weight rests, in a message.
-        effect: what it does to a model, after its name, in a tooltip.
         leaves: in the order of the leaves that the form's class makes.
         suits: whether the form is defined for a weight of this shape, such as rows of whole groups.
         error_limit: weights that lose more, relative to their size, stay as stored unless the user sets another limit.
@@ -57,7 +56,6 @@ class FormNumbers:
 
     name: str
     rests: str
-    effect: str
     leaves: tuple[LeafNumbers, ...]
     suits: Callable[[TensorSpec], bool] = every_shape
     error_limit: float = math.inf

@@ -40,7 +40,6 @@ def in_file(file: str, name: str) -> Callable[[], type[EncodedForm]]:
     return partial(find, name)
 
 
-EIGHT_BITS = "in eight bits"
 # About twice what normal weights lose with a scale: 0.026 in float8_e4m3fn, 0.053 in float8_e5m2, 0.002 in bfloat16.
 E4M3_LIMIT, E5M2_LIMIT, SIXTEEN_BITS_LIMIT = 0.06, 0.12, 0.01
 CODES, ROW_SCALES = LeafNumbers(bits=8), LeafNumbers(bits=32, group=ROW)
@@ -51,12 +50,23 @@ def is_float32(tensor: TensorSpec) -> bool:
     return tensor.dtype == "F32"
 
 
+def eight_bits(name: str, error_limit: float, *, per_row: bool = False) -> FormNumbers:
+    """Return the numbers of a form in float8."""
+    return FormNumbers(
+        name=name,
+        rests="in eight bits",
+        error_limit=error_limit,
+        is_float8=True,
+        leaves=(CODES, ROW_SCALES) if per_row else (CODES,),
+        in_parts=not per_row,
+    )
+
+
 def sixteen_bits(name: str) -> FormNumbers:
     """Return the numbers of a form that only float32 weights can have."""
     return FormNumbers(
         name=name,
         rests=f"in {name}",
-        effect="halves float32 weights of blocks; 16-bit ones stay as they are",
         error_limit=SIXTEEN_BITS_LIMIT,
         leaves=(LeafNumbers(bits=16),),
         suits=is_float32,
@@ -64,60 +74,12 @@ def sixteen_bits(name: str) -> FormNumbers:
     )
 
 
-SCALED_FP8 = FormNumbers(
-    name="fp8 scaled",
-    rests=EIGHT_BITS,
-    effect=(
-        "keeps block weights in eight bits with a scale per tensor, which halves 16-bit weights and is slightly lossy"
-    ),
-    error_limit=E4M3_LIMIT,
-    is_float8=True,
-    leaves=(CODES,),
-    in_parts=True,
-)
-PLAIN_FP8 = FormNumbers(
-    name="fp8 plain",
-    rests=EIGHT_BITS,
-    effect="as fp8 scaled without scales, as ComfyUI's fp8_e4m3fn, which loses more of small weights",
-    error_limit=E4M3_LIMIT,
-    is_float8=True,
-    leaves=(CODES,),
-    in_parts=True,
-)
-ROW_FP8 = FormNumbers(
-    name="fp8 per row",
-    rests=EIGHT_BITS,
-    effect="as fp8 scaled with a scale per row, which is better where single rows are large",
-    error_limit=E4M3_LIMIT,
-    is_float8=True,
-    leaves=(CODES, ROW_SCALES),
-)
-SCALED_E5M2 = FormNumbers(
-    name="e5m2 scaled",
-    rests=EIGHT_BITS,
-    effect="as fp8 scaled in float8_e5m2: twice the error",
-    error_limit=E5M2_LIMIT,
-    is_float8=True,
-    leaves=(CODES,),
-    in_parts=True,
-)
-PLAIN_E5M2 = FormNumbers(
-    name="e5m2 plain",
-    rests=EIGHT_BITS,
-    effect="as fp8 plain in float8_e5m2: twice the error, but not more of small weights",
-    error_limit=E5M2_LIMIT,
-    is_float8=True,
-    leaves=(CODES,),
-    in_parts=True,
-)
-ROW_E5M2 = FormNumbers(
-    name="e5m2 per row",
-    rests=EIGHT_BITS,
-    effect="as fp8 per row in float8_e5m2: twice the error",
-    error_limit=E5M2_LIMIT,
-    is_float8=True,
-    leaves=(CODES, ROW_SCALES),
-)
+SCALED_FP8 = eight_bits("fp8 scaled", E4M3_LIMIT)
+PLAIN_FP8 = eight_bits("fp8 plain", E4M3_LIMIT)
+ROW_FP8 = eight_bits("fp8 per row", E4M3_LIMIT, per_row=True)
+SCALED_E5M2 = eight_bits("e5m2 scaled", E5M2_LIMIT)
+PLAIN_E5M2 = eight_bits("e5m2 plain", E5M2_LIMIT)
+ROW_E5M2 = eight_bits("e5m2 per row", E5M2_LIMIT, per_row=True)
 BF16, FP16 = sixteen_bits("bf16"), sixteen_bits("fp16")
 
 FORMS: dict[str, tuple[FormNumbers, Callable[[], type[EncodedForm]]]] = {

@@ -38,7 +38,6 @@ class RowInt8(EncodedForm):
     numbers = FormNumbers(
         name="int8 rows",
         rests="in int8",
-        effect="keeps block weights in int8 with a scale per row",
         leaves=(LeafNumbers(bits=8), LeafNumbers(bits=32, group=ROW)),
     )
     largest = 127
@@ -80,7 +79,6 @@ class PackedInt4(RowInt8):
     numbers = FormNumbers(
         name="int4 rows",
         rests="in int4",
-        effect="keeps block weights in int4 with a scale per row",
         leaves=(LeafNumbers(bits=4), LeafNumbers(bits=32, group=ROW)),
         suits=lambda tensor: math.prod(tensor.shape[1:]) % 2 == 0,
     )
