@@ -46,7 +46,7 @@ class HighwaterPrecision(io.ComfyNode):
                 "How the weights of a model rest, in all its options: link it to a loader. Weights of blocks rest in a "
                 "smaller dtype and are widened just before they compute; embedders, norms and output layers never are."
             ),
-            search_aliases=["fp8", "layerwise casting", "upcasting", "storage dtype", "quantize", "low vram"],
+            search_aliases=["layerwise casting", "layerwise upcasting", "storage dtype"],
             inputs=[
                 io.Combo.Input(
                     "storage",

@@ -19,7 +19,7 @@ from ..memory.options.precision import (
 )
 from ..memory.options.profile import OffloadProfile, parse_profile
 from ..memory.weights.known_forms import FORMS
-from .device_choices import device_names, missing_devices
+from .device_choices import Choices, device_names, missing_devices
 
 __all__ = [
     "precision_input",
@@ -57,7 +57,7 @@ def precision_input(*, optional: bool = False) -> io.Input:
     return io.Combo.Input(
         "precision",
         optional=optional,
-        options=list(precision_names(FORMS)),
+        options=PrecisionWords(precision_names(FORMS)),
         default=DEFAULT_PRECISION.name,
         tooltip=PRECISION_TOOLTIP,
     )
@@ -98,6 +98,12 @@ def read_precision(text: str, options: Precisions | None = None, components: tup
     require(text, str, what="precision", allowed="text")
     read = parse_precision_once(text, components)
     return read if options is None else fill_precisions(options, read)
+
+
+class PrecisionWords(Choices):
+    """The words of a list; a workflow may name a precision for each part in their place."""
+
+    check = staticmethod(read_precision)
 
 
 # The host has a widget checked before the run and hands its text to the node again: one reading serves both.

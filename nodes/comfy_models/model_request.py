@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...memory.options.precision import Precisions
     from ..host import Request
 
-__all__ = ["ModelNode", "answer", "answer_with", "model_schema", "read_request", "request_inputs"]
+__all__ = ["ModelNode", "answer", "answer_with", "check_texts", "model_schema", "read_request", "request_inputs"]
 
 ENGINES = ("auto", "dynamic", "blocks")
 
@@ -72,7 +72,7 @@ def model_schema(
 
 
 class ModelNode(io.ComfyNode):
-    """A node for a model: checks budget and precision before anything is loaded, whatever the model is.
+    """A node for a model: checks the budget before anything is loaded, whatever the model is.
 
     All else is left to the host's own check of combos, which marks the one input and not all that are named here.
     """
@@ -89,17 +89,22 @@ class ModelNode(io.ComfyNode):
         return (files_fingerprint(cls.FOLDER, names) if names else "") + profile_fingerprint(inputs.get("profile"))
 
     @classmethod
-    def validate_inputs(cls, profile: str | None = None, precision: str | None = None) -> bool | str:
-        from ...memory.errors import InvalidInput
+    def validate_inputs(cls, profile: str | None = None) -> bool | str:
+        return check_texts(profile=profile)
 
-        try:
-            if profile is not None:  # a linked widget's value is known when the node runs
-                read_profile(profile)
-            if precision is not None:
-                read_precision(precision)
-        except InvalidInput as error:
-            return str(error)
-        return True
+
+def check_texts(*, profile: str | None = None, precision: str | None = None) -> bool | str:
+    """Return True, or what is wrong with a text; None is a linked widget's, which is read when the node runs."""
+    from ...memory.errors import InvalidInput
+
+    try:
+        if profile is not None:
+            read_profile(profile)
+        if precision is not None:
+            read_precision(precision)
+    except InvalidInput as error:
+        return str(error)
+    return True
 
 
 def read_request(

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ..device_choices import accelerator_names
 from .model_files import KINDS, check_text_encoders, model_choices, model_path, named_as
-from .model_request import ModelNode, answer, answer_with, model_schema, read_request
+from .model_request import ModelNode, answer, answer_with, check_texts, model_schema, read_request
 from .tiny_models import tiny_model_notes, tiny_models
 
 if TYPE_CHECKING:
@@ -210,6 +210,10 @@ class HighwaterLoadCheckpoint(ModelNode):
                 io.Vae.Output(display_name="vae", tooltip="Its VAE. The node says if the file has none."),
             ],
         )  # fmt: skip
+
+    @classmethod
+    def validate_inputs(cls, profile: str | None = None, precision: str | None = None) -> bool | str:
+        return check_texts(profile=profile, precision=precision)
 
     @classmethod
     def execute(cls, ckpt_name: str, **asked: Any) -> io.NodeOutput:

@@ -28,7 +28,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(gpu_host: HostProcess, host_files: HostFiles) -> Iterator[Path]:
+def gpu_host(start_gpu_host: Callable[..., HostProcess]) -> Iterator[HostProcess]:
+    """Return a host of our own: its comfy_kitchen keeps the matrices that it rotates with on the device for good."""
+    with start_gpu_host() as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def folder(gpu_host: HostProcess, host_files: HostFiles) -> Path:
     """Return the folder with a file for each layout, made by the host's own quantizers once per machine."""
     target = models_directory() / "quantized"
     source, lora_file = target / "source.safetensors", target / LORA
@@ -45,9 +52,7 @@ def folder(gpu_host: HostProcess, host_files: HostFiles) -> Iterator[Path]:
     links = {link: path for link, path in links.items() if path != lora_file} | {served / "loras" / LORA: lora_file}
     for link, path in links.items():
         link.symlink_to(path)
-    yield target
-    for link in links:
-        link.unlink()
+    return target
 
 
 def sample(host: HostProcess, loaders: Loaders, layout: str, strength: float | None) -> Tensors:

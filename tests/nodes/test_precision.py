@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from highwater.headless.runner.workflow import parse_workflow  # noqa: E402
 from highwater.memory.errors import InvalidInput  # noqa: E402
 from highwater.memory.options.precision import Precision, precision_for  # noqa: E402
 from highwater.nodes.comfy_models.model_request import ModelNode  # noqa: E402
+from highwater.nodes.comfy_models.models import HighwaterLoadCheckpoint  # noqa: E402
 from highwater.nodes.pipelines.pipeline import HighwaterLoadPipeline  # noqa: E402
 from highwater.nodes.precision import HighwaterPrecision  # noqa: E402
-from highwater.nodes.widget_values import read_precision  # noqa: E402
+from highwater.nodes.widget_values import precision_input, read_precision  # noqa: E402
 
 
 def run(**widgets: Any) -> Any:
@@ -102,10 +104,21 @@ def test_another_word_is_refused(name: str, value: str) -> None:
 
 
 def test_loaders_check_the_text_before_the_run() -> None:
-    assert ModelNode.validate_inputs(precision="text=fp8 scaled,diffusion=bf16") is True
-    said = ModelNode.validate_inputs(precision="fp9")
+    assert HighwaterLoadCheckpoint.validate_inputs(precision="text=fp8 scaled,diffusion=bf16") is True
+    said = HighwaterLoadCheckpoint.validate_inputs(precision="fp9")
     assert isinstance(said, str) and "precision 'fp9', column 1: precision 'fp9' is unknown" in said
     assert "precision_options" in {item.id for item in HighwaterLoadPipeline.GET_SCHEMA().inputs}
+
+
+@pytest.mark.parametrize(
+    ("value", "is_taken"),
+    [("fp8 scaled", True), ("text=fp8 scaled,diffusion=bf16", True), ("fp9", False), ("text=", False), (8, False)],
+)
+def test_a_list_takes_a_text_for_each_part_too(value: object, is_taken: bool) -> None:
+    """The host looks for a value in a copy of the list, and marks no other input."""
+    for offered in (choices := precision_input().options["options"], type(choices)(choices)):
+        assert (value in offered) is is_taken
+    assert "precision" not in inspect.signature(ModelNode.validate_inputs).parameters
 
 
 def graph(**options: Any) -> dict[str, Any]:
