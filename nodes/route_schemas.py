@@ -146,6 +146,7 @@ PROFILE = record(
         "pinned": NAME,
         "prefetch_blocks": {"type": ["integer", "null"]},
         "quantize": NAME,
+        "form": NAME,
         "on_demand": NAME,
         "unload": NAME,
         "reserve": mapped(NAME),

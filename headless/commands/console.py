@@ -128,8 +128,8 @@ class Console:
             "minimum that a model needs.\n"
             "Every value can be changed, such as 4,diffusion=2GiB,prefetch=2,reserve=1GiB. Budgets that you set do not "
             "rise.\n"
-            f"quantize: the parts kept in {Precision.ENCODED.name!r} if no precision is set. language: text encoders "
-            "such as T5 and Llama, not CLIP."
+            f"quantize: the parts kept in {Precision.ENCODED.name!r}, or what form= says, if no precision is set. "
+            "language: text encoders such as T5 and Llama, not CLIP."
         )
 
     def show_needs(self, files: Iterable[Mapping[str, Any]]) -> None:

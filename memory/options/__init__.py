@@ -39,6 +39,7 @@ __all__, __getattr__ = lazy_names(
             "parse_precision",
             "precision_for",
             "precision_names",
+            "why_refused",
         ],
     },
 )

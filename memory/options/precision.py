@@ -32,6 +32,8 @@ __all__ = [
     "parse_precision",
     "precision_for",
     "precision_names",
+    "take_form",
+    "why_refused",
 ]
 
 # The word that leaves the choice to the profile.
@@ -47,12 +49,12 @@ FLOAT_NAMES = {
 STORAGE_NAMES = {
     "float8_e4m3fn": "float8_e4m3fn", "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
     "e5m2": "float8_e5m2", "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16",
-    "half": "float16",
+    "half": "float16", "int8": "int8", "qint8": "qint8", "qint4": "qint4", "qfloat8": "qfloat8",
 }  # fmt: skip
 STORAGE_DTYPES = tuple(dict.fromkeys(STORAGE_NAMES.values()))
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 COMPUTE_WORDS = {FLOAT_NAMES[name]: name for name in COMPUTE_DTYPES}
-SCALES = ("tensor", "row", "none")
+SCALES = ("tensor", "row", "none", "group")
 FORM_OF = {
     ("float8_e4m3fn", "tensor"): "fp8 scaled",
     ("float8_e4m3fn", "row"): "fp8 per row",
@@ -62,6 +64,10 @@ FORM_OF = {
     ("float8_e5m2", "none"): "e5m2 plain",
     ("bfloat16", "none"): "bf16",
     ("float16", "none"): "fp16",
+    ("int8", "row"): "int8",
+    ("qint8", "row"): "qint8",
+    ("qint4", "group"): "qint4",
+    ("qfloat8", "row"): "qfloat8",
 }
 
 
@@ -131,9 +137,10 @@ class Precision:
         """Return the precision that rests weights in one dtype and computes in another.
 
         Args:
-            storage_dtype: ``torch.float8_e4m3fn``, ``float8_e5m2``, ``bfloat16`` or ``float16``, or its name.
+            storage_dtype: ``torch.float8_e4m3fn``, ``float8_e5m2``, ``int8``, ``bfloat16`` or ``float16``, or its
+                name; or the name of a form of optimum-quanto, ``qint8``, ``qint4`` or ``qfloat8``.
             compute_dtype: that of the component when None; another one is refused when the component is planned.
-            scale: of float8 weights ``tensor``, the default, ``row`` or ``none``; the others have none.
+            scale: of float8 weights ``tensor``, the default, ``row`` or ``none``; the others have one choice.
             options: the other fields.
 
         Raises:
@@ -142,7 +149,7 @@ class Precision:
         stored = dtype_name(storage_dtype, STORAGE_NAMES, "storage_dtype", STORAGE_DTYPES)
         compute = "" if compute_dtype is None else read_compute(compute_dtype, stored)
         if scale is None:
-            scale = "tensor" if stored.startswith("float8") else "none"
+            scale = next(each for each in SCALES if (stored, each) in FORM_OF)
         if (stored, scale) not in FORM_OF:
             allowed = allowed_values(str(scale), [each for each in SCALES if (stored, each) in FORM_OF])
             raise InvalidInput(f"scale {quoted(scale)} of {stored}; {allowed}")
@@ -251,15 +258,27 @@ def parse_precision(text: str | None, *, forms: Iterable[str], components: Seque
     return Precisions(tuple(items))
 
 
+def why_refused(word: str) -> str:
+    """Return what is wrong with a word that names no storage form."""
+    if word.lower() == "qint2":
+        return "is not offered: two bits lose 0.6 of each weight"
+    return "is unknown"
+
+
+def take_form(scanner: Scanner) -> str:
+    """Consume the name of a storage form, which is looked up where it is used; empty if there is none."""
+    match = scanner.match(FORM)
+    return BLANKS.sub(" ", match[0]).strip() if match else ""
+
+
 def parse_item(scanner: Scanner, names: Sequence[str], components: Sequence[str]) -> PrecisionItem:
     component = take_component(scanner, components)
     scanner.skip_blanks()
     at = scanner.position
-    match = scanner.match(FORM)
-    word = BLANKS.sub(" ", match[0]).strip() if match else ""
+    word = take_form(scanner)
     name = next((name for name in names if name.lower() == word.lower()), None)
     if name is None:
-        problem = f"precision {word!r} is unknown" if word else "a precision is missing"
+        problem = f"precision {word!r} {why_refused(word)}" if word else "a precision is missing"
         scanner.fail(f"{problem}; {allowed_values(word, names)}", at=at)
     return PrecisionItem(component=component, precision=None if name == BY_PROFILE else Precision(name))
 

@@ -5,6 +5,7 @@ base    = "auto" | "1" to "5" | a profile's name, such as "LowRAM_LowVRAM"
 item    = bitem | setting                        bitem: a budget, see budget.py
 setting = "pinned=" names | "prefetch=" ( "1" to "4" | "auto" ) | "quantize=" names | "disk=" names
         | "unload=" names | "reserve" [ ":" ( device | component ) ] "=" amount | "compile=" ( "on" | "off" )
+        | "form=" a storage form, such as "int8"
 names   = "all" | "none" | component { "&" component }
 
 Profiles 1 to 5 have the names and the meaning of mmgp's. Where mmgp says "transformer", they say ``diffusion``.
@@ -28,6 +29,7 @@ from .budget import (
     parse_target,
 )
 from .placement import AUTO, WORD, Scanner, resolve_kind
+from .precision import Precision, take_form
 
 __all__ = [
     "LANGUAGE",
@@ -52,7 +54,7 @@ ALL_COMPONENTS = ("*",)
 LANGUAGE = "language"
 LARGEST_PREFETCH = 4
 NAMES = ("pinned", "quantize", "on_demand", "unload")
-SETTINGS = ("pinned", "prefetch", "quantize", "disk", "unload", "reserve", "compile")
+SETTINGS = ("pinned", "prefetch", "quantize", "disk", "unload", "reserve", "compile", "form")
 NUMBER = re.compile(r"\d+(?=\s*(,|$))", re.ASCII)
 # A profile's number with what no size has behind it.
 WRONGLY_SEPARATED = re.compile(r"[1-5]\s*(?=[;:+&|/])", re.ASCII)
@@ -77,7 +79,9 @@ class OffloadProfile:
     prefetch_blocks: int | None = None
     """How many blocks are prefetched beside the one that computes, 1 to 4; None: the planner chooses."""
     quantize: tuple[str, ...] = ()
-    """The components that rest in `Precision.ENCODED` where no precision was chosen; may name ``language``."""
+    """The components that rest in ``form`` where no precision was chosen; may name ``language``."""
+    form: str = Precision.ENCODED.name
+    """The storage form of what ``quantize`` names."""
     on_demand: tuple[str, ...] = ()
     """The components that are not kept in RAM, where a file has their weights."""
     unload: tuple[str, ...] = ()
@@ -107,6 +111,8 @@ class OffloadProfile:
         ahead = self.prefetch_blocks
         if ahead is not None and (type(ahead) is not int or not 1 <= ahead <= LARGEST_PREFETCH):
             raise InvalidInput(f"prefetch_blocks {quoted(ahead)}; allowed: 1 to {LARGEST_PREFETCH}, or None")
+        if not isinstance(self.form, str):
+            raise InvalidInput(f"form {quoted(self.form)}; allowed: the name of a storage form, such as 'int8'")
         if not isinstance(self.compile, bool):
             raise InvalidInput(f"compile {quoted(self.compile)}; allowed: True or False")
 
@@ -170,6 +176,7 @@ class OffloadProfile:
             "pinned": names_text(self.pinned),
             "prefetch_blocks": self.prefetch_blocks,
             "quantize": names_text(self.quantize),
+            "form": self.form,
             "on_demand": names_text(self.on_demand),
             "unload": names_text(self.unload),
             "reserve": {item.target: item.size.removeprefix("-") for item in self.reserve},
@@ -201,6 +208,8 @@ class OffloadProfile:
         for item in self.reserve:
             target = "" if item.target == "*" else f":{item.target}"
             items.append(f"reserve{target}={item.size.removeprefix('-')}")
+        if self.form != base.form:
+            items.append(f"form={self.form}")
         if self.compile != base.compile:
             items.append(f"compile={'on' if self.compile else 'off'}")
         if self.name != AUTO and items and items[0][0].isdecimal():
@@ -365,6 +374,8 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
     if word == "prefetch":
         numbers = {str(number): number for number in range(1, LARGEST_PREFETCH + 1)}
         return "prefetch_blocks", parse_choice(scanner, word, {AUTO: None, **numbers})
+    if word == "form":
+        return word, take_form(scanner)
     if word == "compile":
         return word, parse_choice(scanner, word, {"on": True, "off": False})
     return {"disk": "on_demand"}.get(word, word), parse_names(scanner, components, with_language=word == "quantize")

@@ -202,7 +202,7 @@ def chosen_precision(
     """Return the precision of a component, and whether it is the profile's, where none was asked for."""
     asked = precision_for(request, component.name, component.kind)
     by_profile = asked is None and profile_encodes(component, profile)
-    return (Precision.ENCODED if by_profile else asked or Precision.AS_STORED), by_profile
+    return (Precision(profile.form) if by_profile else asked or Precision.AS_STORED), by_profile
 
 
 def granularity_of(component: Component, profile: OffloadProfile, request: PrecisionRequest) -> str:

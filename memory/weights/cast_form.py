@@ -27,6 +27,7 @@ SCALE = attrgetter("scale")
 LEAST_SCALE = 2.0**-126
 # The least that float16 holds: some kernels cast the scale to the dtype that they multiply.
 LEAST_HALF = 2.0**-24
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +122,13 @@ def find_scale(weight: torch.Tensor, *, name: str, stored: torch.dtype = torch.f
 
 
 def code_limit(wide: torch.dtype, stored: torch.dtype, scale: float) -> float:
-    """Return the largest value of a dtype whose product with a scale the wide dtype can hold."""
+    """Return the largest value of a dtype whose product with a number the wide dtype can hold."""
     limit, widest = torch.finfo(stored).max, torch.finfo(wide).max
     if limit * scale <= widest:
         return limit
     code = torch.tensor(widest / scale, dtype=torch.float32).to(stored)
     if float(code) * scale > widest:  # it was rounded up; dtypes of eight bits have no nextafter
-        integers = torch.uint8 if stored.itemsize == 1 else torch.int16
-        code = (code.view(integers) - 1).view(stored)
+        code = (code.view(INTEGERS[stored.itemsize]) - 1).view(stored)
     return float(code)
 
 

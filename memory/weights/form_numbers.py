@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
-from .component import TensorSpec
+from .component import BITS, TensorSpec
 
-__all__ = ["AS_THEY_CAME", "ROW", "FormNumbers", "Forms", "LeafNumbers", "rests_of"]
+__all__ = ["AS_THEY_CAME", "OWN", "ROW", "FormNumbers", "Forms", "LeafNumbers", "rests_of"]
 
 WIDE_DTYPES = frozenset({"F32", "F16", "BF16"})
 ROW = 0
 """As many elements as a row has."""
+OWN = 0
+"""As many bits as an element of the weight has as it came."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +33,7 @@ class LeafNumbers:
             rows = tensor.shape[0]
             columns = num_groups // max(1, rows)
             num_groups = rows * -(-columns // (self.group or max(1, columns)))
-        return -(-num_groups * self.bits // 8)
+        return -(-num_groups * (self.bits or BITS[tensor.dtype]) // 8)
 
 
 def every_shape(tensor: TensorSpec) -> bool:

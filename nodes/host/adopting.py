@@ -74,7 +74,7 @@ def adopt(
             patcher.register_load_device(device)
         return leave_to_core(patcher, reason, name=name, kind=kind, request=request, notes=notes)
     by_profile = precision is None and covers(profile.quantize, name, kind)
-    wanted = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
+    wanted = Precision(profile.form) if by_profile else precision or Precision.AS_STORED
     if is_cpu(device) and not wanted.is_as_stored:
         asked = f"profile {profile.name}: " if by_profile else ""
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")

@@ -10,7 +10,7 @@ import torch
 
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import device_name
-from ...memory.options.precision import Precision, precision_for
+from ...memory.options.precision import precision_for
 from ...memory.options.profile import covers
 from . import aimdo
 from .hosted import AUTO_ENGINE, BLOCKS, DYNAMIC, Request
@@ -74,7 +74,7 @@ def why_blocks(request: Request, name: str, kind: str, loaded_on: torch.device |
     if not aimdo.is_on_for(index or 0):
         return f"dynamic VRAM is off for gpu:{index or 0}"
     if precision is None and covers(profile.quantize, name, kind):
-        return f"profile {profile.name} asks for {Precision.ENCODED.name}, and dynamic VRAM keeps weights as stored"
+        return f"profile {profile.name} asks for {profile.form}, and dynamic VRAM keeps weights as stored"
     if precision is not None and not precision.is_as_stored:
         return f"dynamic VRAM keeps weights as stored; precision {precision.name} was asked for"
     asked = settings_for_blocks(request, name, kind)

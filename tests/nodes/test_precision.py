@@ -84,7 +84,7 @@ def test_the_comma_of_a_repetition_separates_nothing() -> None:
     [
         ({"storage": "bfloat16", "scale": "row", "compute": "the model's"}, "scale 'row' of bfloat16; allowed: none"),
         ({"storage": "bfloat16", "scale": "usual", "compute": "bfloat16"}, "both bfloat16: nothing would be cast"),
-        ({"storage": "int8", "scale": "usual", "compute": "the model's"}, "storage_dtype 'int8'; .*allowed"),
+        ({"storage": "int4", "scale": "usual", "compute": "the model's"}, "storage_dtype 'int4'; .*allowed"),
         ({"exclude": "("}, r"exclude '\(' is no regular expression"),
     ],
 )

@@ -274,7 +274,9 @@ def repoint(slot: ParameterSlot, leaves: Sequence[torch.Tensor], *, lasting: boo
         held = as_held(iter(leaves), slot, lasting=lasting)
         slot.hold(held)
     else:
-        (held.data,) = leaves
+        (leaf,) = leaves
+        # A parameter that has gradients cannot be pointed to integers; for those the module holds another tensor.
+        held.data = leaf if leaf.is_floating_point() or not held.requires_grad else leaf.view(torch.float8_e5m2)
     return held
 
 

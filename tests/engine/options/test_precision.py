@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from highwater.memory.options.precision import (
     parse_precision,
     precision_for,
 )
-from highwater.memory.weights.known_forms import FORMS
+from highwater.memory.options.profile import PROFILES, parse_profile
+from highwater.memory.options.profile_arguments import build_profile
+from highwater.memory.weights.known_forms import FORMS, numbers_of
 
 
 def parse(text: str | None, *components: str) -> Any:
@@ -66,15 +69,33 @@ def test_an_error_names_the_column_and_what_is_allowed(text: str, column: int, w
 
 @pytest.mark.parametrize(("stored", "scale"), FORM_OF)
 def test_every_storage_dtype_and_scale_has_its_form(stored: str, scale: str) -> None:
-    for given in (stored, getattr(torch, stored), f"torch.{stored}"):
+    for given in (stored, getattr(torch, stored, stored), f"torch.{stored}"):
         precision = Precision.of(given, "float32", scale=scale)
         assert precision.name == FORM_OF[stored, scale] and precision.compute == "F32"
         assert FORMS[precision.name][0].name == precision.name
-    usual = "tensor" if stored.startswith("float8") else "none"
+    usual = next(own for form, own in FORM_OF if form == stored)
     assert Precision.of(stored).name == FORM_OF[stored, usual]
     if (stored, "row") not in FORM_OF:
-        with pytest.raises(InvalidInput, match=f"scale 'row' of {stored}; allowed: none"):
+        with pytest.raises(InvalidInput, match=f"scale 'row' of {stored}; .*allowed: {usual}"):
             Precision.of(stored, scale="row")
+
+
+@pytest.mark.parametrize("form", ["int8", "qint8", "qint4", "qfloat8", "fp8 per row"])
+def test_a_profile_says_to_which_form_it_quantizes(form: str) -> None:
+    profile = parse_profile(f"4,form= {form.upper() if False else form} ,prefetch=2", devices=["cpu"])
+    assert profile.form == form and profile.quantize == PROFILES["4"].quantize
+    assert parse_profile(str(profile), devices=["cpu"]) == profile and f"form={form}" in str(profile)
+    assert profile.to_json()["form"] == form and PROFILES["4"].form == "fp8 scaled"
+    assert build_profile(4, devices=["cpu"], form=form) == replace(PROFILES["4"], form=form)
+    with pytest.raises(InvalidInput, match="form 8; allowed: the name of a storage form, such as 'int8'"):
+        build_profile(4, devices=["cpu"], form=8)
+
+
+def test_two_bits_are_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidInput, match=r"column 6: precision 'qint2' is not offered: two bits lose 0\.6 of each"):
+        parse("text=qint2")
+    with pytest.raises(InvalidInput, match=r"precision 'qint2' is not offered"):
+        numbers_of(Precision("qint2"))
 
 
 def test_what_is_kept_is_named_by_patterns_and_classes() -> None:
@@ -85,7 +106,7 @@ def test_what_is_kept_is_named_by_patterns_and_classes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "why"),
     [
-        (["int8"], {}, "storage_dtype 'int8'; allowed: float8_e4m3fn, float8_e5m2, bfloat16, float16"),
+        (["int4"], {}, "storage_dtype 'int4'; .*allowed: float8_e4m3fn, float8_e5m2, bfloat16, float16, int8"),
         ([torch.float32], {}, "storage_dtype .torch.float32.; .*allowed"),
         (["fp8", "fp8"], {}, "storage_dtype and compute_dtype are both float8_e4m3fn: nothing would be cast"),
         ([torch.bfloat16, torch.bfloat16], {}, "storage_dtype and compute_dtype are both bfloat16"),

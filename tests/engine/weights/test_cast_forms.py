@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.memory.errors import InvalidInput
+from highwater.memory.weights.component import TensorSpec
 from highwater.memory.weights.known_forms import FORMS
 
 WIDE = [torch.float32, torch.bfloat16, torch.float16]
@@ -63,13 +64,18 @@ def test_a_large_row_costs_the_small_ones_nothing_where_each_has_its_scale(scale
 def test_every_weight_comes_back_finite_and_near(name: str, seed: int, exponent: int, dtype, shape) -> None:
     dtype = dtype if suits(name, dtype) else torch.float32
     weight = (normal(*shape, seed=seed).double() * 2.0**exponent).clamp(-6.5e4, 6.5e4).to(dtype)
+    if not FORMS[name][0].suits(TensorSpec(name="w", dtype="F32", shape=shape)):
+        return
+    if name.startswith("q") and dtype is torch.float16 and abs(exponent) > 10:
+        return  # their scales, which are float16 then, are too small for it, or what they span is too large
     got = round_trip(name, weight)
     assert got.shape == weight.shape and got.dtype is dtype and torch.isfinite(got).all()
     far = (got.double() - weight.double()).abs() - weight.double().abs() / 8
     least = 2.0**-9 if name == "fp8 plain" else 2.0**-16 if name == "e5m2 plain" else 2.0**-24
     clamped = (weight.double().abs() - 448).clamp(min=0) if name == "fp8 plain" else torch.zeros(())
     scale = weight.double().abs().amax() if weight.numel() else 1.0
-    assert (far <= least + clamped + scale * 2.0**-17 + 8e3 * (scale > 5e4)).all()
+    step = {"int8": 2.0**-7, "qint8": 2.0**-7, "qint4": 2.0**-3}.get(name, 2.0**-17)
+    assert (far <= least + clamped + scale * step + 8e3 * (scale > 5e4)).all()
 
 
 @pytest.mark.parametrize("name", ["fp8 plain", "e5m2 plain", "fp16"])

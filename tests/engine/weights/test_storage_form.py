@@ -110,7 +110,7 @@ MODES = {
 
 
 # One of a kind; the others differ from these in their dtype alone.
-DISTINCT = ("fp8 scaled", "fp8 per row", "bf16")
+DISTINCT = ("fp8 scaled", "fp8 per row", "bf16", "int8", "qint8", "qint4")
 
 
 def find_form(name: str, monkeypatch: pytest.MonkeyPatch) -> type[EncodedForm]:
@@ -218,11 +218,11 @@ def test_a_weight_that_does_not_suit_its_form_rests_as_it_came(machine, monkeypa
         assert sorted(plan.forms) == [f"{number}.0.weight" for number in range(3)]
 
 
-def test_a_profile_that_quantizes_says_how_weights_rest(toys, machine, form, monkeypatch) -> None:
-    monkeypatch.setattr(Precision, "ENCODED", Precision(form.numbers.name))
+def test_a_profile_that_quantizes_says_how_weights_rest(toys, machine, form) -> None:
     with machine(4) as manager, torch.no_grad():
         for net in (toys.build_net(), nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))):
-            with manage({"diffusion": net}, "1", placement="gpu:0", manager=manager) as managed:
+            profile = f"1,form={form.numbers.name}"
+            with manage({"diffusion": net}, profile, placement="gpu:0", manager=manager) as managed:
                 (plan,) = managed.plan.components
                 is_kept = isinstance(net, nn.Sequential)
                 assert plan.precision == Precision("as stored" if is_kept else form.numbers.name)
@@ -459,7 +459,7 @@ def test_weights_of_one_block_may_have_different_dtypes(toys, machine, form, mod
     """Those are decoded apart: a foreach copy on CUDA may take all targets for what the first is."""
     if has_16_bits(form):
         pytest.skip("float32 weights alone can rest so")
-    plain = code_weights(toys.build_net(dtype=torch.bfloat16), form)
+    plain = toys.build_net(dtype=torch.bfloat16)
     with machine(4, 4) as manager:
         net = toys.build_net(dtype=torch.bfloat16)
         for each in (net, plain):

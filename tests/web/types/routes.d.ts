@@ -310,6 +310,7 @@ declare namespace Highwater {
         pinned: string;
         prefetch_blocks: number | null;
         quantize: string;
+        form: string;
         on_demand: string;
         unload: string;
         reserve: Record<string, string>;
