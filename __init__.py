@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         load_model,
         load_weights,
         manage,
+        quantize_file,
         register_component,
     )
     from .nodes.extension import HighwaterExtension
@@ -37,6 +38,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "manage",
+    "quantize_file",
     "register_component",
 ]
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ..memory.errors import InvalidInput
 from ..memory.options.placement import AUTO
 from ..memory.options.precision import BY_PROFILE, precision_names
+from ..memory.weights.file_layouts import FILE_FORMS
 from ..memory.weights.known_forms import FORMS
 from .server.address import DEFAULT_PORT, LOOPBACK
 
@@ -101,6 +102,29 @@ def build_parser() -> Parser:
     plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
     plan.add_argument("--placement", default=AUTO, help="devices, such as gpu:0&gpu:1 (files only)")
     plan.add_argument("--precision", help=PRECISION_HELP)
+    quantize = add(
+        "quantize",
+        "write a safetensors file with a model's weights in eight or four bits, in a format that others read, too",
+        "fp8-scaled and int8: for ComfyUI's own loaders, too. qint8, qint4, qfloat8: optimum-quanto's tensors, as mmgp "
+        "writes them. The weights of blocks are quantized; embedders, norms and output layers stay as they are.",
+    )
+    quantize.add_argument("source", type=named_path, metavar="IN.safetensors", help="of shards, any one")
+    quantize.add_argument("target", type=named_path, metavar="OUT.safetensors")
+    quantize.add_argument("--to", required=True, metavar="FORM", help=f"one of: {', '.join(FILE_FORMS)}")
+    quantize.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="a regular expression: weights in whose names it is found stay as they are; can be repeated",
+    )
+    quantize.add_argument(
+        "--error-limit",
+        type=float,
+        metavar="NUMBER",
+        help="weights that would lose more, relative to their size, stay; default: twice what is usual for the form",
+    )
+    quantize.add_argument("--force", action="store_true", help="replace OUT if it is there already")
     add("profiles", "list the profiles with all their values")
     devices = add("devices", "list devices with total and free memory, and settings that hide devices")
     needs = add(

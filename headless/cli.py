@@ -154,6 +154,28 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_quantize(options: argparse.Namespace) -> int:
+    from ..memory.quantize_file import quantize_file
+    from .commands.console import Console
+
+    console = Console(quiet=options.json)
+    with console.byte_bar(f"to {options.to}") as tell:
+        made = quantize_file(
+            options.source,
+            options.target,
+            options.to,
+            exclude=options.exclude,
+            error_limit=options.error_limit,
+            replaces=options.force,
+            progress=tell,
+        )
+    if options.json:
+        print_json(made.to_json())
+    else:
+        console.say(made.text())
+    return 0
+
+
 def run_profiles(options: argparse.Namespace) -> int:
     from ..nodes.command_answers import describe_profiles
     from .commands.console import Console
@@ -273,6 +295,7 @@ COMMANDS = {
     "run": run_workflows,
     "verify": run_verify,
     "plan": run_plan,
+    "quantize": run_quantize,
     "profiles": run_profiles,
     "devices": run_devices,
     "needs": run_needs,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .options.precision import Precision
     from .options.profile import OffloadProfile
     from .outside_caches import Registration, register_component
+    from .quantize_file import QuantizedFile, quantize_file
     from .verification.findings import Verification
     from .weights.discovery import discover_components
 
@@ -31,6 +32,7 @@ __all__ = [
     "MemoryManager",
     "OffloadProfile",
     "Precision",
+    "QuantizedFile",
     "Registration",
     "Verification",
     "Watermark",
@@ -40,6 +42,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "manage",
+    "quantize_file",
     "register_component",
 ]
 
@@ -54,6 +57,7 @@ _, __getattr__ = lazy_names(
         "options.precision": ["Precision"],
         "options.profile": ["OffloadProfile"],
         "outside_caches": ["Registration", "register_component"],
+        "quantize_file": ["QuantizedFile", "quantize_file"],
         "verification.findings": ["Verification"],
         "weights.discovery": ["discover_components"],
     },

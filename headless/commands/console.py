@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import rich.box
@@ -68,6 +69,16 @@ class Console:
             TimeElapsedColumn(),
             console=self.out,
         )
+
+    @contextmanager
+    def byte_bar(self, text: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a bar while something is done, and yield what takes the bytes done and the bytes in all."""
+        if not self.is_live:
+            yield lambda done, total: None
+            return
+        with self.progress() as bars:
+            task = bars.add_task(text, in_bytes=True)
+            yield lambda done, total: bars.update(task, completed=done, total=total)
 
     def table(self, *columns: str, numbers: int = 0) -> Table:
         """Return a table whose last ``numbers`` columns are right-aligned."""

@@ -7,10 +7,10 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "safetensors_header": ["TensorHeader", "open_regular", "read_header"],
+        "safetensors_header": ["TensorHeader", "WeightsHeader", "open_regular", "read_header"],
         "untrusted_config": ["check_config", "declared_items", "parse_config", "read_config_file", "walk_items"],
         "file_origin": ["FileIdentity", "Origin", "differs"],
-        "file_reader": ["Target", "WeightsFile", "count_cached_threads", "torch_dtype"],
+        "file_reader": ["OpenFiles", "Target", "WeightsFile", "bytes_of", "count_cached_threads", "torch_dtype"],
         "blocks": ["LARGEST_NON_BLOCK_SHARE"],
         "sharing": ["NOTHING_SHARED", "Shared", "find_shared", "named_tensors"],
         "known_errors": ["MeasuredFile", "note_errors", "read_errors", "remember_errors_in"],
@@ -27,6 +27,15 @@ __all__, __getattr__ = lazy_names(
         "loading": ["Loading"],
         "casting": ["NUM_AT_A_TIME", "can_cast", "cast_into", "convert_in_place", "stored_begin"],
         "source": ["WeightsSource"],
+        "file_layouts": [
+            "FILE_FORMS",
+            "FileTensor",
+            "describe_quantized",
+            "file_tensors",
+            "in_base64",
+            "layout_metadata",
+        ],
+        "file_writer": ["FileWriter"],
         "form_errors": ["measure_error", "measure_errors"],
         "mapped_files": ["find_sources", "map_again", "map_own", "map_tensors", "may_be_written"],
         "discovery": ["components_of", "discover_components", "holds_pipeline"],

@@ -23,7 +23,7 @@ from ..units import MIB, PAGE_BYTES
 from .page_cache import PageCache, count_pages
 from .safetensors_header import TORCH_NAMES, FileVersion, WeightsHeader, open_at_once
 
-__all__ = ["OpenFiles", "Target", "WeightsFile", "count_cached_threads", "torch_dtype"]
+__all__ = ["OpenFiles", "Target", "WeightsFile", "bytes_of", "count_cached_threads", "torch_dtype"]
 
 # Reads begin and end at multiples of this. With two threads the fastest of 1 to 32 MiB where the system reads
 # 8 MiB ahead (there more threads and longer reads run out of its window) and where it reads 128 KiB ahead.

@@ -8,7 +8,7 @@ mode where they are not made in it. Nothing is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,10 +93,26 @@ class QInt4(EncodedForm):
         from optimum.quanto import MaxOptimizer, qint4, quantize_weight
 
         groups = weight.detach().reshape(groups_of(weight.shape))
+        if len(groups) == 1:  # of which optimum-quanto would take each element for a group
+            codes, scale, shift = self.encode(torch.cat([groups, groups]))
+            return [codes & LARGEST_CODE, scale[:1], shift[:1]]
         scale, shift = MaxOptimizer()(groups, qtype=qint4, axis=0)
         scale = usable(scale, LARGEST_CODE)
         quantized: Any = quantize_weight(groups, qtype=qint4, axis=0, scale=scale, shift=shift, optimized=False)
         return [quantized._data._data, scale.reshape(-1), shift.reshape(-1)]
+
+    def encoded_parts(self, weight: torch.Tensor, most: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        groups = weight.reshape(groups_of(weight.shape))
+        half, width = -(-len(groups) // 2), groups.shape[1]
+        num_pairs = max(1, most // (2 * width))
+        for begin in range(0, half, num_pairs):
+            low = groups[begin : min(begin + num_pairs, half)]
+            high = groups[half + begin : half + begin + len(low)]
+            codes, *beside = QInt4((width,)).encode(torch.cat([low, high]))
+            yield 0, begin * width, codes
+            for number, leaf in enumerate(beside, 1):
+                yield number, begin, leaf[: len(low)]
+                yield number, half + begin, leaf[len(low) :]
 
     @torch.no_grad()
     def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -75,6 +75,19 @@ class EncodedForm(StorageForm, ABC):
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         """Return the leaves of the weight for which the form was measured."""
 
+    def encoded_parts(self, weight: torch.Tensor, most: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what `encode` gives, a few rows at a time: which leaf, from which of its elements on, and these.
+
+        Args:
+            most: how many elements of the weight are encoded at once, if a row has no more.
+        """
+        num_rows = max(1, most // max(1, weight[0].numel()))
+        begins = [0] * len(self.numbers.leaves)
+        for rows in torch.split(weight, num_rows):
+            for number, leaf in enumerate(self.encode(rows)):
+                yield number, begins[number], leaf
+                begins[number] += leaf.numel()
+
     def encode_part(self, part: torch.Tensor, leaf: torch.Tensor) -> None:
         """Fill a part of the only leaf with a part of the weight, which it may overwrite; only ``in_parts``."""
         raise NotImplementedError

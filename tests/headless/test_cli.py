@@ -21,6 +21,7 @@ from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.transfer.devices import find_device, peers_of
 from highwater.memory.units import GIB, MIB
+from highwater.memory.weights.file_layouts import FILE_FORMS
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"
@@ -67,6 +68,20 @@ def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
     assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.01)
 
 
+@pytest.mark.parametrize("form", FILE_FORMS)
+def test_quantize_writes_a_smaller_file_once(form: str, tmp_path: Path, capsys) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file({f"blocks.{number}.up.weight": torch.randn(64, 256) for number in range(4)}, source)
+    asked = ["quantize", str(source), str(target), "--to", form, "--exclude", r"blocks\.3"]
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_weights"] == 3 and told["file_bytes"] == target.stat().st_size < 0.6 * told["source_bytes"]
+    assert main(asked) == 2 and "exists already" in capsys.readouterr().err
+    assert main([*asked, "--force"]) == 0
+    text = capsys.readouterr().out
+    assert f"3 weights in {FILE_FORMS[form]}" in text and r"stay as they are: excluded by 'blocks\\.3'" in text
+
+
 @pytest.mark.parametrize("value", ["-1GiB", "-.5GiB", "-80%"])
 def test_a_value_that_begins_with_a_minus_is_one(value: str, model_file: Path, capsys) -> None:
     told = []
@@ -87,7 +102,7 @@ def test_a_value_that_begins_with_a_minus_is_one(value: str, model_file: Path, c
             "profile '7', column 1: '7' is not a profile and has no unit; allowed: 1 to 5",
         ),
         (["plan", "MODEL", "--placement", "gpu:7", "--devices", TWO], "column 1: this machine has no device 'gpu:7'"),
-        (["plan", "MODEL", "--precision", "int3"], "precision 'int3' is unknown; allowed: as stored, fp8 scaled"),
+        (["plan", "MODEL", "--precision", "ternary"], "precision 'ternary' is unknown; allowed: as stored, fp8 scaled"),
         (["plan", "MODEL", "--profile", "0.1MiB", "--devices", TWO], "is too small: model needs at least"),
         (["plan", "MODEL", "--devices", "gpu:0=16"], "column 7: size '16' has no unit"),
         (["plan", "MODEL", "--devices", "gpu:1=16GiB"], "without gaps"),

@@ -1,0 +1,104 @@
+"""Files that `quantize_file` makes: ComfyUI's own loaders run them without this pack, ours give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from highwater.memory.quantize_file import quantize_file
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
+from highwater.tests.comfyui.host_process import HostProcess
+
+FORMS = ("fp8-scaled", "int8")
+SOURCES = {"flux": "tiny_flux.safetensors", "wan": "tiny_wan.safetensors"}
+WAYS = {
+    "resident": Loaders(),
+    "streamed": Loaders(profile="4MiB"),
+    "split": Loaders(placement="gpu:0&gpu:1"),
+    "managed": Loaders(kind="managed"),
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def made(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a file of each model in each form."""
+    folder = tmp_path_factory.mktemp("made")
+    for name, source in SOURCES.items():
+        for form in FORMS:
+            quantize_file(models / "diffusion_models" / source, folder / f"{name}_{form}.safetensors", form)
+    return folder
+
+
+def serve(host: HostProcess, made: Path) -> None:
+    for path in made.iterdir():
+        (host.base / "models" / "diffusion_models" / path.name).symlink_to(path)
+
+
+@pytest.fixture(scope="module")
+def gpu_host(start_gpu_host: Callable[..., HostProcess], made: Path) -> Iterator[HostProcess]:
+    with start_gpu_host() as host:
+        serve(host, made)
+        yield host
+
+
+@pytest.fixture(scope="module")
+def wanted(start_gpu_host: Callable[..., HostProcess], made: Path) -> dict[tuple[str, str, bool], Tensors]:
+    """Return what ComfyUI alone computes, of each file as it was and quantized, with a LoRA and without."""
+    with start_gpu_host(with_pack=False) as host:
+        serve(host, made)
+        return {
+            (name, form, with_lora): sample(host, CORE, name, form, with_lora)
+            for name in SOURCES
+            for form in ("", *FORMS)
+            for with_lora in ((False, True) if name == "flux" else (False,))
+        }
+
+
+def sample(host: HostProcess, loaders: Loaders, name: str, form: str, with_lora: bool = False) -> Tensors:
+    host.forget()
+    graph = Graph()
+    model = loaders.diffusion_model(graph, f"{name}_{form}.safetensors" if form else SOURCES[name])
+    if name == "wan":
+        positive, negative = (graph.conditioning(seed, width=4096) for seed in (1, 2))
+        latent = graph.add("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
+        graph.keep(graph.sampler(model, positive, negative, latent, cfg=3.0))
+    else:
+        graph.keep(sample_flux(graph, lora(graph, model, 0.7) if with_lora else model))
+    return host.run(graph.nodes).kept()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_comfyui_alone_computes_nearly_what_the_source_gives(wanted: dict, name: str, form: str) -> None:
+    for key, want in wanted[name, "", False].items():
+        got = wanted[name, form, False][key]
+        assert got.isfinite().all()
+        assert 0 < (got - want).norm() / want.norm() < 0.1
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SOURCES)
+def test_our_loaders_give_the_same_bits(
+    gpu_host: HostProcess, wanted: dict, name: str, form: str, way: str, with_lora: bool
+) -> None:
+    if (name, form, with_lora) not in wanted:
+        pytest.skip("there is no LoRA for it")
+    got = sample(gpu_host, WAYS[way], name, form, with_lora)
+    for key, want in wanted[name, form, with_lora].items():
+        assert torch.equal(got[key], want)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_its_weights_reach_the_device_as_they_are_in_the_file(gpu_host: HostProcess, made: Path, form: str) -> None:
+    gpu_host.forget()
+    with gpu_host.books() as devices:
+        sample(gpu_host, Loaders(), "flux", form)
+    file_bytes = (made / f"flux_{form}.safetensors").stat().st_size
+    assert 0.9 * file_bytes < devices[0]["h2d_bytes"] < 1.1 * file_bytes + (1 << 20)
