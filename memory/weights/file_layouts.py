@@ -12,7 +12,7 @@ Files of other libraries are named where they are refused.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def layout_metadata(numbers: FormNumbers, weights: Sequence[TensorSpec]) -> dict
 
 
 def in_base64(value: Mapping[str, object]) -> str:
-    return base64.b64encode(json.dumps(value).encode()).decode()
+    return binascii.b2a_base64(json.dumps(value).encode(), newline=False).decode()
 
 
 def describe_quantized(headers: Iterable[WeightsHeader]) -> str:
