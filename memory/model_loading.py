@@ -69,6 +69,7 @@ def load_model(
         require(model_class, Callable, what="model_class", allowed="a class, or a function that returns a module")  # type: ignore[arg-type]
     paths = find_shards(path)
     source = WeightsSource(paths, prefix=prefix)
+    source.find_encoded()
     known = read_config(paths[0], config)
     found = model_class or find_class(known, paths[0])
     try:
@@ -86,7 +87,7 @@ def load_model(
     for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
         with torch.inference_mode(False):
             device = "cpu" if weight.is_buffer else "meta"
-            tensor = torch.empty(weight.header.shape, dtype=weight.dtype, device=device)
+            tensor = torch.empty(weight.held.shape, dtype=weight.dtype, device=device)
         weight.replace_in(module, tensor)
         for name in weight.names:
             source.alias(name, weight.stored_name)
@@ -134,6 +135,7 @@ def load_weights(
     else:
         paths = find_shards(path)
         source, place = WeightsSource(paths, prefix=prefix), paths[0]
+        source.find_encoded()
     weights = match_names(module, source, place, ignore_unexpected=ignore_unexpected)
     for weight in weights:
         held = weight.held
@@ -189,7 +191,7 @@ def read_weights(module: nn.Module, weights: Sequence[StoredWeight], source: Wei
     for weight, tensor in new:
         weight.replace_in(module, tensor)
     for weight in cast:
-        tensor = torch.empty(weight.header.shape, dtype=weight.dtype)
+        tensor = torch.empty(weight.held.shape, dtype=weight.dtype)
         source.read_into([(weight.stored_name, tensor)])
         with torch.inference_mode(weight.held.is_inference()), torch.no_grad():
             weight.held.copy_(tensor)

@@ -13,7 +13,6 @@ from torch import nn
 from .errors import InvalidInput
 from .runtime.tensors.parameter_slots import split_owner
 from .weights.file_reader import torch_dtype
-from .weights.safetensors_header import TensorHeader
 from .weights.source import WeightsSource
 
 __all__ = ["StoredWeight", "match_names"]
@@ -30,7 +29,6 @@ class StoredWeight:
     held: torch.Tensor
     is_buffer: bool
     stored_name: str
-    header: TensorHeader
     dtype: torch.dtype
 
     def replace_in(self, module: nn.Module, tensor: torch.Tensor) -> None:
@@ -63,16 +61,25 @@ def match_names(module: nn.Module, source: WeightsSource, path: Path, *, ignore_
             missing.append(aliases[0])
             continue
         header = source.files[stored_name][1]
+        encoding = source.encoded.get(stored_name)
+        if encoding is not None:
+            misfit = encoding.misfit(stored_name, tuple(held.shape))
+            wide = torch_dtype(encoding.dtype)
+            if misfit or wide is None:
+                misshapen.append(misfit)
+            else:
+                weights.append(StoredWeight(aliases, held, aliases[0] in buffers, stored_name, wide))
+            continue
         dtype = torch_dtype(header.dtype)
         if header.shape != tuple(held.shape) or dtype is None:
             misshapen.append(f"{stored_name} is {header.dtype} {list(header.shape)}, not {list(held.shape)}")
         else:
-            weights.append(StoredWeight(aliases, held, aliases[0] in buffers, stored_name, header, dtype))
+            weights.append(StoredWeight(aliases, held, aliases[0] in buffers, stored_name, dtype))
     # What a class of transformers or diffusers declares to be in its files without being in the model.
     ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unexpected = [
         name
-        for name in source.files
+        for name in source.weight_names
         if name not in tensors and not ignore_unexpected and not any(pattern.search(name) for pattern in ignored)
     ]
     wrong = [
@@ -83,7 +90,7 @@ def match_names(module: nn.Module, source: WeightsSource, path: Path, *, ignore_
     if wrong:
         raise InvalidInput(
             f"{path}: its weights do not fit {type(module).__name__}: {'; '.join(wrong)}"
-            f"{suggest_prefix(missing, list(source.files))}"
+            f"{suggest_prefix(missing, source.weight_names)}"
         )
     return weights
 

@@ -12,14 +12,15 @@ from ..errors import InvalidInput
 from ..options.precision import COMPUTE_WORDS, Precision
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
-from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
-from ..weights.known_forms import numbers_of
+from ..weights.form_numbers import FormNumbers, Forms, rests_of
+from ..weights.known_forms import forms_in_file, numbers_of
 from .sizes import Sizes
 
 __all__ = [
     "choose_forms",
     "encoded_bytes",
     "explain_reading",
+    "explain_stored",
     "explain_unmatched",
     "explain_unmeasured",
     "explain_wide",
@@ -38,12 +39,14 @@ def choose_forms(component: Component, precision: Precision) -> Forms:
     """Return the weights that rest in an encoded form, of a precision that `numbers_of` knows.
 
     Non-block weights never do: embedders, norms and output layers are few bytes and cost the most quality.
-    Norm weights and biases inside blocks are vectors and stay too, and so does what `why_wide` says.
+    Norm weights and biases inside blocks are vectors and stay too, and so does what `why_wide` says. What a file has in
+    a form already rests in that one.
     """
-    numbers = numbers_of(precision)
+    stored, numbers = forms_in_file(component), numbers_of(precision)
     if numbers is None:
-        return AS_THEY_CAME
-    return {tensor.name: numbers for tensor, reason in sort_weights(component, precision, numbers) if not reason}
+        return stored
+    chosen = {tensor.name: numbers for tensor, reason in sort_weights(component, precision, numbers) if not reason}
+    return {**stored, **chosen} if stored else chosen
 
 
 def sort_weights(component: Component, precision: Precision, numbers: FormNumbers) -> Iterator[tuple[TensorSpec, str]]:
@@ -53,9 +56,12 @@ def sort_weights(component: Component, precision: Precision, numbers: FormNumber
         component.errors_in(numbers.name),
         limit_of(precision, numbers),
     )
-    patterns = precision.patterns
+    patterns, stored = precision.patterns, forms_in_file(component)
     for block in component.blocks:
         for tensor in filter(numbers.takes, block.tensors):
+            if tensor.name in stored:
+                yield tensor, f"{stored[tensor.name].name} in its file"
+                continue
             reason = why_wide(tensor, usual, precision, patterns)
             if not reason and not errors.get(tensor.name, 0.0) <= limit:  # also what is not a number
                 reason = f"would lose more than {limit:.2g}"
@@ -90,7 +96,7 @@ def encoded_bytes(component: Component) -> int | None:
     None where no weight can rest so, as in a file that is fp8 already. Looks at every weight.
     """
     forms = choose_forms(component, Precision.ENCODED)
-    if not forms:
+    if len(forms) == len(component.encoded_as):
         return None
     sizes = Sizes(component, forms)
     return sizes.all_resident_bytes + sizes.scratch_bytes(range(len(sizes.blocks)))
@@ -157,6 +163,23 @@ def explain_unmatched(component: Component, precision: Precision) -> list[str]:
     return [f"{each} matches no weight" for each in unmatched]
 
 
+def explain_stored(component: Component, forms: Forms) -> list[str]:
+    """Return how many weights rest in the form in which their file has them, and what they take."""
+    stored = forms_in_file(component)
+    lines = []
+    for numbers in dict.fromkeys(stored.values()):
+        own = [
+            tensor
+            for block in component.blocks
+            for tensor in block.tensors
+            if stored.get(tensor.name) is numbers and forms.get(tensor.name) is numbers
+        ]
+        num_bytes = sum(sum(numbers.leaf_bytes(tensor)) for tensor in own)
+        if own:
+            lines.append(f"{len(own)} weights rest {numbers.rests}, as in their file: {format_bytes(num_bytes)}")
+    return lines
+
+
 def explain_unmeasured(component: Component, precision: Precision) -> str:
     """Return between which sizes a component may rest, where what its weights lose is not measured; else empty."""
     numbers = numbers_of(precision)
@@ -184,7 +207,7 @@ def explain_reading(component: Component, forms: Forms, in_file: Collection[str]
     Args:
         in_file: the blocks that rest there, by name; ``""`` for the non-block weights.
     """
-    stored = dict(component.stored_as)
+    stored, encoded_there = dict(component.stored_as), forms_in_file(component)
     blocks = [block for block in (*component.blocks, component.non_block) if block.name in in_file]
     weights = [weight for block in blocks for weight in block.tensors]
 
@@ -199,7 +222,7 @@ def explain_reading(component: Component, forms: Forms, in_file: Collection[str]
         f"{stored_bytes(some)} in its file are cast from {before} to {after} as they are read"
         for (before, after), some in casts.items()
     ]
-    encoded = [weight for weight in weights if weight.name in forms]
+    encoded = [weight for weight in weights if weight.name in forms and weight.name not in encoded_there]
     if encoded:
         num_bytes = sum(sum(forms[weight.name].leaf_bytes(weight)) for weight in encoded)
         kept = rests_of({weight.name: forms[weight.name] for weight in encoded})

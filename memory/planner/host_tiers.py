@@ -21,6 +21,7 @@ from ..options.profile import OffloadProfile, covers
 from ..units import LOCK_LIMIT_BYTES, format_bytes
 from ..weights.component import Block, Component
 from ..weights.form_numbers import Forms
+from ..weights.known_forms import forms_in_file
 from .capacity import Machine
 from .device_plan import DevicePlan
 from .form_choice import explain_reading
@@ -80,18 +81,24 @@ class StoreSpec:
         return self.sizes.forms
 
     @property
+    def cast(self) -> Forms:
+        """The forms of the weights that are encoded here, and not in their file already."""
+        stored = forms_in_file(self.component)
+        return {name: numbers for name, numbers in self.forms.items() if name not in stored} if stored else self.forms
+
+    @property
     def has_file(self) -> bool:
         return bool(getattr(self.component, "has_file", False))
 
     @property
     def can_rest_on_disk(self) -> bool:
         """Whether its weights can stay in its file: not where the user requested a form that takes whole weights."""
-        return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile or self.encodes_as_read)
+        return self.has_file and not self.on_cpu and (not self.cast or self.forms_by_profile or self.encodes_as_read)
 
     @property
     def encodes_as_read(self) -> bool:
         """Whether the form that was requested can be had each time when its file is read."""
-        return not self.component.stays_as_stored and all(numbers.in_parts for numbers in self.forms.values())
+        return not self.component.stays_as_stored and all(numbers.in_parts for numbers in self.cast.values())
 
     @property
     def lacking_bytes(self) -> Mapping[str, int]:
@@ -204,7 +211,7 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
         part = decided[index]
         asked = part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind)
         is_short = part.tier is None and not asked and part.unread_bytes > left + part.bounce_bytes
-        if (asked or is_short or part.tier == "disk") and part.forms and part.forms_by_profile:
+        if (asked or is_short or part.tier == "disk") and part.cast and part.forms_by_profile:
             reason = f"stays as stored: profile {profile.name} quantizes only weights that are kept in RAM"
             part = replace(part, sizes=part.sizes.as_they_came, reasons=(reason,))
         if asked or part.tier == "disk":

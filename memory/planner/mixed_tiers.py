@@ -93,7 +93,7 @@ def explain_copy(part: StoreSpec) -> StoreSpec:
     streams = any(share.streamed for share in part.shares)
     if part.tier is not None or part.on_cpu or part.in_file or streams or part.ram_bytes < LEAST_SPARED_BYTES:
         return part
-    if part.can_rest_on_disk and not part.forms:
+    if part.can_rest_on_disk and not part.cast:
         reasons = explain_lacking(part)
     elif part.can_rest_on_disk and not part.forms_by_profile:
         reasons = (f"has a copy in RAM {rests_of(part.forms)}: tier 'disk' makes it each time from the file",)
@@ -170,7 +170,7 @@ def unread_parts(part: StoreSpec) -> Iterator[tuple[str, int]]:
 
 def is_open(part: StoreSpec) -> bool:
     """Whether nothing but RAM decides where it rests."""
-    return part.is_short or (part.tier is None and part.can_rest_on_disk and not part.forms)
+    return part.is_short or (part.tier is None and part.can_rest_on_disk and not part.cast)
 
 
 def explain_staying(
@@ -198,7 +198,7 @@ def explain(
     what = f"{format_bytes(waiting_bytes)} of it are kept" if in_file.tier != "disk" or staying else "kept"
     needs = "what streams of it needs" if staying else "it needs"
     reason = f"{what} in its file: {needs} {format_bytes(kept_out.resting_host_bytes)} of RAM, {have} available"
-    forms = choose_forms(part.component, Precision.ENCODED) if not part.forms else {}
+    forms = choose_forms(part.component, Precision.ENCODED) if not part.cast else {}
     encoded_bytes = Sizes(part.component, forms).all_resident_bytes if forms else part.ram_bytes
     if encoded_bytes <= in_file.resting_host_bytes + left + part.bounce_bytes:
         form = f"precision {Precision.ENCODED.name!r} would fit in RAM: {format_bytes(encoded_bytes)}"

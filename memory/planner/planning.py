@@ -18,6 +18,7 @@ from .capacity import Machine
 from .device_plan import plan_share
 from .form_choice import (
     choose_forms,
+    explain_stored,
     explain_unmatched,
     explain_unmeasured,
     explain_wide,
@@ -83,8 +84,8 @@ def plan_components(
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     for part, (_, _, reasons) in zip(shared, drafts, strict=True):
-        if part.forms and part.forms_by_profile:
-            reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
+        if part.cast and part.forms_by_profile:
+            reasons.append(f"kept {rests_of(part.cast)}: profile {profile.name}, no precision set")
     for _ in range(MOST_ROUNDS):
         resting = lock_pages(share_ram(shared, machine, profile, spares_ram=profile.name == AUTO), machine, profile)
         left = machine_beside(resting, machine)
@@ -133,7 +134,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
         weight_bytes=part.ram_bytes,
         shares=part.shares,
         tier=part.tier,
-        precision=part.precision if part.forms else Precision.AS_STORED,
+        precision=part.precision if part.cast else Precision.AS_STORED,
         precision_rows=part.precision_rows,
         forms=part.forms,
         # No tier is the name of several: without one the same is chosen again.
@@ -172,7 +173,7 @@ def draft(
         forms = AS_THEY_CAME
         reasons.append(f"{without} has no float8: everything stays as stored; precision bf16 or fp16 halves float32")
     elif (numbers := numbers_of(precision)) is not None:
-        if not forms:
+        if len(forms) == len(component.encoded_as):
             reasons.append(explain_nothing(component, numbers))
         if kept := explain_wide(component, precision):
             reasons.append(kept)
@@ -182,6 +183,7 @@ def draft(
             reasons.append(range_of)
         if forms and component.from_header:
             reasons.append("planned from a header: which weights its class keeps as stored is not known")
+    reasons += explain_stored(component, forms)
     if component.non_block.weight_bytes >= LEAST_NON_BLOCK_BYTES and (line := explain_non_block(component)):
         reasons.append(line)
     stores = StoreSpec(

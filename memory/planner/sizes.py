@@ -14,6 +14,7 @@ from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
 from ..weights.blocks import LARGEST_NON_BLOCK_SHARE
 from ..weights.component import Block, Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, Forms
+from ..weights.known_forms import forms_in_file
 
 __all__ = [
     "NUM_BOUNCE_BUFFERS",
@@ -87,11 +88,13 @@ class Sizes:
         lacking, stored = self.component.lacking, dict(self.component.stored_as)
         if not lacking and not stored:
             return self.as_they_came.blocks
+        encoded = forms_in_file(self.component)
         return tuple(
             slab_bytes(
-                replace(each, dtype=stored.get(each.name, each.dtype)).weight_bytes
+                num_bytes
                 for each in block.tensors
                 if each.name not in lacking
+                for num_bytes in leaf_bytes(replace(each, dtype=stored.get(each.name, each.dtype)), encoded)
             )
             for block in self.component.blocks
         )
@@ -99,7 +102,8 @@ class Sizes:
     @cached_property
     def as_they_came(self) -> Sizes:
         """The sizes of the same component with all weights as they came."""
-        return Sizes(self.component, AS_THEY_CAME) if self.forms else self
+        stored = forms_in_file(self.component)
+        return self if len(self.forms) == len(stored) else Sizes(self.component, stored)
 
     @cached_property
     def homes(self) -> tuple[frozenset[int], ...]:

@@ -283,6 +283,9 @@ def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
     if isinstance(store, FileStore):
         first = group.layout.first_leaf(index)
         name = store.names[first]
+        places = range(first, first + group.layout.num_leaves[index])
+        if first in store.shown:
+            return [store.read_encoded(place) for place in places]
         if name is not None:
             with torch.inference_mode(False):
                 weight = torch.empty(slot.held.shape, dtype=slot.held.dtype)
@@ -291,7 +294,7 @@ def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
             if kind is None:
                 return [weight]
             return (slot.encoding or kind.measure(weight, name=name)).encode(weight)
-        return [store.kept[place] for place in range(first, first + group.layout.num_leaves[index])]
+        return [store.kept[place] for place in places]
     if group.host_slab is None:
         return leaves_of(slot.held)
     return group.layout.leaf_views(group.host_slab)[index]

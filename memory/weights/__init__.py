@@ -17,7 +17,7 @@ __all__, __getattr__ = lazy_names(
         "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],
         "form_numbers": ["AS_THEY_CAME", "FormNumbers", "Forms", "rests_of"],
         "storage_form": ["AS_STORED", "EncodedForm", "StorageForm"],
-        "known_forms": ["FORMS", "encoded_form", "numbers_of"],
+        "known_forms": ["FORMS", "encoded_form", "forms_in_file", "numbers_of"],
         "movable": ["has_packed_weights", "is_packed", "why_not_movable"],
         "quantized_leaves": ["PackedForm", "Wrapper", "form_of", "leaves_of"],
         "module_component": ["SAFETENSORS_NAMES", "component_from_module", "is_callable", "leaf_bytes"],
@@ -26,6 +26,7 @@ __all__, __getattr__ = lazy_names(
         "tensor_holders": ["CAN_COUNT", "count_tensors", "find_held_elsewhere"],
         "loading": ["Loading"],
         "casting": ["NUM_AT_A_TIME", "can_cast", "cast_into", "convert_in_place", "stored_begin"],
+        "stored_encodings": ["StoredEncoding", "leaf_name", "renamed", "weight_name"],
         "source": ["WeightsSource"],
         "file_layouts": [
             "FILE_FORMS",

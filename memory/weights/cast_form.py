@@ -52,6 +52,10 @@ class CastForm(EncodedForm):
         return cls.measure_parts([weight], name=name)
 
     @classmethod
+    def of_stored(cls: type[Own], shape: torch.Size, scale: float) -> Own:
+        return cls(scale)
+
+    @classmethod
     def measure_parts(cls: type[Own], parts: Iterable[torch.Tensor], *, name: str) -> Own:
         seen: list[torch.dtype] = []
         largest = largest_of((note_dtype(part, seen) for part in parts), name=name)

@@ -87,6 +87,8 @@ class Component:
     """The names of the weights that no file has as they are, such as those that a library widened as it loaded them."""
     stored_as: frozenset[tuple[str, str]] = frozenset()
     """The weights that are cast as they are read, each with the dtype that its file has ([Note: casts])."""
+    encoded_as: frozenset[tuple[str, str]] = frozenset()
+    """The weights of blocks that a file has in a storage form already, each with its name."""
     stays_as_stored: bool = False
     """Whether what rests in its file is used as stored there only: a host reads single weights of it, or its module
     came with weights, which may not be the file's."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from ..errors import InvalidInput, allowed_values
 from ..lazy_names import lazy_names
 from ..options.precision import Precision, precision_names, why_refused
-from .component import TensorSpec
-from .form_numbers import OWN, ROW, FormNumbers, LeafNumbers
+from .component import Component, TensorSpec
+from .form_numbers import AS_THEY_CAME, OWN, ROW, FormNumbers, Forms, LeafNumbers
 
 if TYPE_CHECKING:
     from .storage_form import EncodedForm
@@ -34,6 +34,7 @@ __all__ = [
     "SCALED_E5M2",
     "SCALED_FP8",
     "encoded_form",
+    "forms_in_file",
     "numbers_of",
 ]
 
@@ -149,6 +150,11 @@ FORMS: dict[str, tuple[FormNumbers, Callable[[], type[EncodedForm]]]] = {
     )
 }
 """By name, as the user writes it: the numbers, and what returns the class that encodes and decodes."""
+
+
+def forms_in_file(component: Component) -> Forms:
+    """Return the forms in which a file has weights of a component already, by their names."""
+    return {name: FORMS[form][0] for name, form in component.encoded_as} if component.encoded_as else AS_THEY_CAME
 
 
 def numbers_of(precision: Precision) -> FormNumbers | None:

@@ -88,6 +88,10 @@ class QInt4(EncodedForm):
         largest_of([weight], name=name)  # refuses NaN and infinity
         return cls(tuple(weight.shape[1:]))
 
+    @classmethod
+    def of_stored(cls, shape: torch.Size, scale: float) -> QInt4:
+        return cls(tuple(shape[1:]))
+
     @torch.no_grad()
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         from optimum.quanto import MaxOptimizer, qint4, quantize_weight

@@ -45,6 +45,10 @@ class RowForm(EncodedForm):
         largest_of([weight], name=name)  # refuses NaN and infinity
         return cls()
 
+    @classmethod
+    def of_stored(cls: type[Own], shape: torch.Size, scale: float) -> Own:
+        return cls()
+
     @torch.no_grad()
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         rows = weight.detach().flatten(1).float()

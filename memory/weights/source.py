@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import sys
 import time
 from collections import defaultdict
@@ -12,12 +14,16 @@ from pathlib import Path
 
 import torch
 
+from ..errors import InvalidInput
 from .casting import EIGHT_BITS, Reading, can_cast
 from .component import Component, TensorSpec, is_aligned
 from .file_origin import Origin
 from .file_reader import OpenFiles, Target, WeightsFile, torch_dtype
+from .known_forms import encoded_form
 from .loading import Loading
-from .safetensors_header import TensorHeader, read_header
+from .safetensors_header import TensorHeader, WeightsHeader, read_header
+from .storage_form import EncodedForm
+from .stored_encodings import StoredEncoding, find_encodings, leaf_name
 
 __all__ = ["WeightsSource"]
 
@@ -50,12 +56,76 @@ class WeightsSource:
         """Whether the system keeps what is read in its cache: RAM has room for it."""
         self.loading: Loading | None = None
         """How the module got the weights that it has; None where that is not known, and it may have others."""
+        self.encoded: dict[str, StoredEncoding] = {}
+        """The weights that the files have in a storage form, as far as `find_encoded` was asked for them."""
+        self.headers: list[WeightsHeader] = []
+        self.prefix = prefix
         for path in paths:
             header = read_header(path)
+            self.headers.append(header)
             file = WeightsFile(header)
             for tensor in header.tensors:
                 if tensor.name.startswith(prefix):
                     self.files[tensor.name[len(prefix) :]] = file, tensor
+
+    def find_encoded(self) -> None:
+        """Find the weights that the files have in a storage form: under their names, with their leaves beside them.
+
+        Raises:
+            InvalidInput: a format that has no form here, or a tensor of one is missing.
+        """
+        tensors = {name: tensor for name, (_, tensor) in self.files.items()}
+        metadata = {key: value for header in self.headers for key, value in header.metadata.items()}
+        self.encoded, used = find_encodings(tensors, metadata, self.content_of, self.headers[0].path, self.prefix)
+        by_stored_name = {tensor.name: file for file, tensor in self.files.values()}
+        for name in used:
+            del self.files[name]
+        for name, encoding in self.encoded.items():
+            own = [*encoding.leaves, *([encoding.scale] if encoding.scale is not None else [])]
+            for number, leaf in enumerate(own):
+                self.files[leaf_name(name, number)] = by_stored_name[leaf.name], leaf
+            self.files[name] = by_stored_name[own[0].name], own[0]
+
+    def content_of(self, name: str) -> bytes:
+        """Return the bytes of a small tensor."""
+        room = torch.empty(self.files[name][1].weight_bytes, dtype=torch.uint8)
+        self.files[name][0].read_into([(self.files[name][1].name, room)])
+        return room.numpy().tobytes()
+
+    @property
+    def weight_names(self) -> list[str]:
+        """The names of the weights, without those of leaves."""
+        leaves = {leaf_name(name, number) for name, own in self.encoded.items() for number in range(own.num_tensors)}
+        return [name for name in self.files if name not in leaves]
+
+    def encoding_of(self, spec: TensorSpec) -> StoredEncoding | None:
+        """Return in which form the files have a weight that came without memory; None if they have it in none."""
+        if spec.leaves or not self.encoded or self.bare.isdisjoint((spec.name, *spec.other_names)):
+            return None
+        encoding = next((self.encoded[each] for each in (spec.name, *spec.other_names) if each in self.encoded), None)
+        fits = encoding is not None and encoding.dtype == spec.dtype and not encoding.misfit(spec.name, spec.shape)
+        return encoding if fits else None
+
+    def has_encoded(self, spec: TensorSpec, kind: type[EncodedForm] | None) -> bool:
+        """Whether the files have a weight that came without memory in a form, given by its class."""
+        encoding = self.encoding_of(spec)
+        return kind is not None and encoding is not None and encoding.numbers is kind.numbers
+
+    def stored_form(self, name: str, shape: torch.Size) -> EncodedForm:
+        """Return the form of a weight that the files have in one; reads the scale that it has beside its leaves."""
+        encoding, scale = self.encoded[name], 1.0
+        if encoding.scale is not None:
+            (scale,) = struct.unpack("<f", self.content_of(leaf_name(name, len(encoding.leaves))))
+            if not math.isfinite(scale):
+                raise InvalidInput(f"{self.files[name][0].path}: {encoding.scale.name!r} is {scale}")
+        return encoded_form(encoding.numbers).of_stored(shape, scale)
+
+    def encoded_as(self, component: Component) -> frozenset[tuple[str, str]]:
+        """Return the weights of a component's blocks that the files have in a storage form, each with its name."""
+        if not self.encoded:
+            return frozenset()
+        found = [(spec.name, self.encoding_of(spec)) for block in component.blocks for spec in block.tensors]
+        return frozenset((name, encoding.numbers.name) for name, encoding in found if encoding is not None)
 
     def add_mapped(self, name: str, file: WeightsFile, tensor: TensorHeader) -> None:
         """Have a weight that its module holds in a mapping of a file."""
@@ -112,10 +182,22 @@ class WeightsSource:
     def alias(self, name: str, stored_name: str) -> None:
         """Add a name by which a weight is found."""
         self.files[name] = self.files[stored_name]
+        if stored_name in self.encoded and name != stored_name:
+            self.encoded[name] = self.encoded[stored_name]
+            for number in range(self.encoded[name].num_tensors):
+                self.files[leaf_name(name, number)] = self.files[leaf_name(stored_name, number)]
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename weights, by their old names; all at once, because a new name may be another weight's old one."""
-        self.files.update({new: self.files[old] for old, new in names.items()})
+        moved = {new: self.encoded[old] for old, new in names.items() if old in self.encoded}
+        leaves = {
+            leaf_name(new, number): self.files[leaf_name(old, number)]
+            for old, new in names.items()
+            if old in self.encoded
+            for number in range(self.encoded[old].num_tensors)
+        }
+        self.files.update({new: self.files[old] for old, new in names.items()} | leaves)
+        self.encoded.update(moved)
         self.mapped = {names.get(name, name) for name in self.mapped}
         self.bare = frozenset(names.get(name, name) for name in self.bare)
 
@@ -130,13 +212,20 @@ class WeightsSource:
                 self.alias(spec.name, stored_name)
 
     def holds(self, spec: TensorSpec) -> bool:
-        """Whether a file has a weight, under any name of a tied one: as it is, or to be cast ([Note: casts])."""
-        return self.holds_as_it_is(spec) or self.stored_dtype(spec) is not None
+        """Whether a file has a weight, under any name of a tied one: as it is, in a storage form, or to be cast."""
+        if self.holds_as_it_is(spec) or self.encoding_of(spec) is not None:
+            return True
+        return self.stored_dtype(spec) is not None
 
     def holds_as_it_is(self, spec: TensorSpec) -> bool:
         """Whether a file has a weight to the byte."""
         tensor = self.find(spec)
-        return tensor is not None and (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
+        is_it = tensor is not None and (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
+        return is_it and not self.is_encoded(spec)
+
+    def is_encoded(self, spec: TensorSpec) -> bool:
+        """Whether a file has a weight in a storage form."""
+        return bool(self.encoded) and not self.encoded.keys().isdisjoint((spec.name, *spec.other_names))
 
     def stored_dtype(self, spec: TensorSpec) -> str | None:
         """Return in which other dtype a file has a weight that is cast as it is read; None if it is not.
@@ -144,7 +233,12 @@ class WeightsSource:
         Only of a weight that came without memory: of any other the module may have another value than the file.
         """
         tensor = self.find(spec)
-        if tensor is None or tensor.shape != spec.shape or self.bare.isdisjoint((spec.name, *spec.other_names)):
+        if (
+            tensor is None
+            or self.is_encoded(spec)
+            or tensor.shape != spec.shape
+            or self.bare.isdisjoint((spec.name, *spec.other_names))
+        ):
             return None
         stored = torch_dtype(tensor.dtype)
         if stored in EIGHT_BITS and self.is_scaled(tensor.name):
@@ -247,8 +341,9 @@ class WeightsSource:
     ) -> bool:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all.
 
-        A target of another floating dtype gets the whole weight, cast. That takes no memory beside the target if it is
-        the wider one, else as much as the file has of the weight, of one at a time.
+        What a file has in a storage form is decoded, one weight at a time. A target of another floating dtype gets the
+        whole weight, cast. That takes no memory beside the target if it is the wider one, else as much as the file has
+        of the weight, of one at a time.
 
         While RAM has room for them (`keep_pages`) ``drop_pages`` notes the pages instead, for `drop_kept`.
         """
@@ -285,6 +380,19 @@ class WeightsSource:
         *,
         handles_pages: bool,
     ) -> bool:
+        targets = list(targets)
+        if self.encoded:
+            encoded = [target for target in targets if target[0] in self.encoded]
+            num_bytes = sum(target[1].nbytes for target in encoded)
+            others = [target for target in targets if target[0] not in self.encoded]
+            for name, target, *_ in encoded:
+                self.read_decoded(files, name, target, handles_pages=handles_pages)
+            if progress is not None and num_bytes:
+                progress(num_bytes)
+                progress = count_on(progress, num_bytes, sum(target[1].nbytes for target in others))
+            if not others:
+                return False
+            targets = others
         begin_s = time.perf_counter()
         readings = [(self.files[name][0], Reading(self.files[name][1], *target)) for name, *target in targets]
         together = [(file, reading) for file, reading in readings if not reading.needs_room]
@@ -315,6 +423,23 @@ class WeightsSource:
                 num_before += num_bytes
         self.read_s += time.perf_counter() - begin_s
         return all(were_cached)
+
+    def read_decoded(self, files: OpenFiles, name: str, target: torch.Tensor, *, handles_pages: bool) -> None:
+        """Read a weight that a file has in a storage form, and decode it."""
+        encoding = self.encoded[name]
+        dtype = torch_dtype(encoding.dtype)
+        wide = target if target.dtype is dtype else torch.empty(target.shape, dtype=dtype)
+        kind = encoded_form(encoding.numbers)
+        with torch.inference_mode(False):
+            leaves = [
+                torch.empty(leaf.shape, dtype=leaf.dtype)
+                for leaf in kind.empty_leaves(torch.empty(target.shape, dtype=dtype, device="meta"))
+            ]
+        to_read = [(leaf_name(name, number), leaf) for number, leaf in enumerate(leaves)]
+        self.read_from(files, to_read, None, handles_pages=handles_pages)
+        self.stored_form(name, target.shape).decode_into(wide, leaves)
+        if wide is not target:
+            target.copy_(wide)
 
 
 def all_tensors(component: Component) -> list[TensorSpec]:

@@ -67,6 +67,11 @@ class EncodedForm(StorageForm, ABC):
         """
 
     @classmethod
+    @abstractmethod
+    def of_stored(cls: type[Own], shape: torch.Size, scale: float) -> Own:
+        """Return the form of a weight whose leaves a file has; ``scale``: what it has beside them, else 1."""
+
+    @classmethod
     def measure_parts(cls: type[Own], parts: Iterable[torch.Tensor], *, name: str) -> Own:
         """Do the same for a weight that comes in parts; only of a form whose numbers say ``in_parts``."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -20,10 +21,11 @@ from ...errors import InvalidInput
 from ...transfer.bounce_buffers import BounceBuffers, WindowCopies
 from ...transfer.copy_stream import CopyStream
 from ...transfer.pinned_memory import HostSlab
-from ...transfer.slabs import SlabLayout
+from ...transfer.slabs import Form, SlabLayout
 from ...units import align_up
 from ...weights.file_reader import Target
 from ...weights.source import WeightsSource
+from ...weights.stored_encodings import renamed
 from .block_state import BlockState
 from .converted_leaves import ConvertedLeaf
 
@@ -107,6 +109,7 @@ class FileStore:
         bounce: the buffers of the share, which opens them before anything is copied.
         mapped: weights by name in a mapping of their file, which stays what it was where another file takes its place.
         converted: the leaves that the file has in another form, by their place.
+        shown: what a weight is when it computes that the file has encoded, by the place of its first leaf.
     """
 
     state = BlockState.IN_FILE
@@ -122,8 +125,10 @@ class FileStore:
         bounce: BounceBuffers,
         mapped: Mapping[str, torch.Tensor],
         converted: Mapping[int, ConvertedLeaf],
+        shown: Mapping[int, Form] = MappingProxyType({}),
     ) -> None:
         self.layout = layout
+        self.shown = dict(shown)
         self.converted = dict(converted)
         self.mapped = dict(mapped)
         self.streams_mapped = False
@@ -144,7 +149,7 @@ class FileStore:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights by other names, by which the source finds them already."""
-        self.names = [name if name is None else names.get(name, name) for name in self.names]
+        self.names = [name if name is None else renamed(name, names) for name in self.names]
         self.mapped = {names.get(name, name): weight for name, weight in self.mapped.items()}
 
     def stream_from(self, mapped: Mapping[str, torch.Tensor] | None) -> None:
@@ -170,12 +175,14 @@ class FileStore:
             return [
                 self.kept[place]
                 if place in self.kept
-                else torch.empty(form.shape, dtype=self.computing_dtype(place), device="meta")
+                else torch.empty(self.shown.get(place, form).shape, dtype=self.computing_dtype(place), device="meta")
                 for place, form in enumerate(self.layout.forms)
             ]
 
     def computing_dtype(self, place: int) -> torch.dtype:
         """Return the dtype in which the weight of a leaf that rests in the file computes."""
+        if place in self.shown:
+            return self.shown[place].dtype
         return self.converted[place].wide if place in self.converted else self.layout.forms[place].dtype
 
     def keep(self, views: Sequence[torch.Tensor]) -> None:
@@ -439,6 +446,15 @@ class FileStore:
             if not converted.is_measured:
                 converted.measure_whole(wide)
             converted.encode(wide, leaf)
+
+    def read_encoded(self, place: int) -> torch.Tensor:
+        """Return a leaf that the file has as it rests, in memory of its own. Raises as `copy_to`."""
+        form, name = self.layout.forms[place], self.names[place]
+        assert name is not None
+        with torch.inference_mode(False):
+            leaf = torch.empty(form.shape, dtype=form.dtype)
+        self.read([(name, leaf)])
+        return leaf
 
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""

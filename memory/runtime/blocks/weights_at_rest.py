@@ -8,7 +8,6 @@ rests in its file is read when other code uses it ([Note: data] in `watched_data
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -23,6 +22,7 @@ from ...weights.file_origin import Origin
 from ...weights.quantized_leaves import leaves_of
 from ...weights.source import WeightsSource
 from ...weights.storage_form import EncodedForm
+from ...weights.stored_encodings import leaf_name, weight_name
 from ..tensors.absent_weight import stand_for
 from ..tensors.encoded_weight import EncodedLeaves, EncodedWeight
 from ..tensors.parameter_slots import ParameterSlot, add_up, as_held, fill_slots, read_weights, repoint, store_weight
@@ -119,7 +119,7 @@ class WeightsAtRest:
     def names_in_file(self) -> frozenset[str]:
         """The weights that rest in their file."""
         names = self.store.names if isinstance(self.store, FileStore) else []
-        return frozenset(name for name in names if name is not None)
+        return frozenset(weight_name(name) for name in names if name is not None)
 
     @property
     def has_given_back(self) -> bool:
@@ -192,12 +192,15 @@ class WeightsAtRest:
         for index, (slot, views) in enumerate(zip(self.slots, self.layout.leaf_views(slab.data), strict=True)):
             weight, form = slot.held, self.encoded.get(index)
             copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
-            if weight.is_meta and form is not None:
+            if weight.is_meta and form is not None and source is not None and source.has_encoded(slot.spec, form):
+                slot.rest_as(source.stored_form(slot.spec.name, weight.shape))
+                to_read += [(leaf_name(slot.spec.name, number), view) for number, view in enumerate(views)]
+            elif weight.is_meta and form is not None:
                 (weight,) = read_weights([slot], source, progress=add_up(progress))
                 slot.rest_as(form.measure(weight, name=slot.spec.name))
-            if weight.is_meta:
+            if weight.is_meta and form is None:
                 to_read.append((slot.spec.name, views[0]))
-            elif sharing is None and slot.spec.name not in filled:
+            elif not weight.is_meta and sharing is None and slot.spec.name not in filled:
                 store_weight(slot, views, weight.detach() if form is not None else weight, may_lie_there=is_filled)
             end_sharing(slot.held)
             resting = repoint(slot, views if form is None else views[:1])
@@ -287,16 +290,33 @@ class WeightsAtRest:
             written: the weights that are not what the file has any more.
         """
         names: list[str | None] = []
-        kept, converted = {}, {}
+        kept, converted, shown = {}, {}, {}
         self.remember_on_meta()
         fill_slots([slot for slot in self.slots if slot.is_buffer], source)
+        # What a file has in a storage form in which it does not rest is decoded once, and stays in RAM.
+        decoded = [
+            slot
+            for index, slot in enumerate(self.slots)
+            if slot.held.is_meta
+            and source.is_encoded(slot.spec)
+            and not source.has_encoded(slot.spec, self.encoded.get(index))
+        ]
+        fill_slots(decoded, source)
+        names_decoded = {slot.spec.name for slot in decoded}
         stand_ins = {
             index: self.stand_in_for(slot.held)
             for index, slot in enumerate(self.slots)
-            if not slot.is_buffer and slot.spec.name not in written and source.holds(slot.spec)
+            if not slot.is_buffer
+            and slot.spec.name not in names_decoded
+            and slot.spec.name not in written
+            and source.holds(slot.spec)
         }
         for index, slot in enumerate(self.slots):
-            if index in stand_ins:
+            if index in stand_ins and source.has_encoded(slot.spec, self.encoded.get(index)):
+                slot.rest_as(source.stored_form(slot.spec.name, slot.held.shape))
+                shown[len(names)] = Form.of(slot.held)
+                names += [leaf_name(slot.spec.name, number) for number in range(self.layout.num_leaves[index])]
+            elif index in stand_ins:
                 if (conversion := self.conversion(index, source)) is not None:
                     converted[len(names)] = conversion
                 names.append(slot.spec.name)
@@ -314,7 +334,7 @@ class WeightsAtRest:
                 self.slots[index].hold(stand_ins[index])
             self.layout.renew()  # files have contiguous weights
             self.mapped = {name: held for name, held in came.items() if name in source.mapped}
-            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce, self.mapped, converted)
+            self.store = FileStore(self.layout.at_rest, names, kept, source, bounce, self.mapped, converted, shown)
         except BaseException:  # an interrupt: the module keeps what it had
             for index, held in replaced.items():
                 self.slots[index].hold(held)
@@ -421,7 +441,7 @@ class WeightsAtRest:
     def held_form(self, index: int) -> Form:
         """Return what the module holds at rest for a weight of one leaf, or of an encoded form."""
         if index in self.encoded and isinstance(self.store, FileStore):
-            return replace(self.layout.leaf_form(index), dtype=self.layout.wide_form(index).dtype)
+            return self.layout.wide_form(index)
         return self.layout.wide_form(index) if self.shows(self.slots[index]) else self.layout.leaf_form(index)
 
     def settle(self) -> None:

@@ -52,6 +52,10 @@ class RowInt8(EncodedForm):
             raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
         return cls()
 
+    @classmethod
+    def of_stored(cls, shape: torch.Size, scale: float) -> RowInt8:
+        return cls()
+
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         rows = weight.detach().float().flatten(1)
         scales = rows.abs().amax(1).clamp(min=1e-30) / self.largest

@@ -1,0 +1,280 @@
+"""Models of files that are quantized already: their codes go as they are to where they rest, and compute alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from highwater.memory import load_model, load_weights, manage, quantize_file
+from highwater.memory.errors import InvalidInput
+from highwater.memory.weights.known_forms import FORMS
+from highwater.memory.weights.safetensors_header import read_header
+
+WORDS = {"fp8-scaled": "fp8 scaled", "int8": "int8", "qint8": "qint8", "qint4": "qint4", "qfloat8": "qfloat8"}
+X = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+MODES = {
+    "pinned": {"profile": "auto", "placement": "gpu:0:pinned"},
+    "host": {"profile": "auto", "placement": "gpu:0:host"},
+    "streamed": {"profile": "gpu:0=0.8MiB", "placement": "gpu:0"},
+    "disk": {"profile": "gpu:0=0.8MiB", "placement": "gpu:0:disk"},
+    "disk, resident": {"profile": "auto", "placement": "gpu:0:disk"},
+    "split": {"profile": "auto", "placement": "gpu:0&gpu:1"},
+    "cpu": {"profile": "auto", "placement": "cpu"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down = nn.Linear(256, 192), nn.Linear(192, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(256, 256)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def is_quantized(name: str) -> bool:
+    return name.endswith(("up.weight", "down.weight"))
+
+
+def make(folder: Path, word: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Net]:
+    """Return a quantized file, and the plain model of what its codes stand for."""
+    torch.manual_seed(1)
+    plain = Net().to(dtype).eval().requires_grad_(False)
+    save_file(plain.state_dict(), folder / "in.safetensors")
+    quantize_file(folder / "in.safetensors", folder / "out.safetensors", word)
+    for name, weight in plain.named_parameters():
+        if is_quantized(name):
+            form = FORMS[WORDS[word]][1]().measure(weight, name=name)
+            weight.copy_(form.decode(form.encode(weight), dtype))
+    return folder / "out.safetensors", plain
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_a_managed_model_computes_what_its_codes_stand_for(tmp_path: Path, machine, word: str, mode: str) -> None:
+    path, plain = make(tmp_path, word)
+    want = plain(X)
+    with machine(4, 4) as manager:
+        net = load_model(path, Net)
+        assert all(parameter.is_meta and parameter.dtype is torch.float32 for parameter in net.parameters())
+        with manage({"diffusion": net}, manager=manager, **MODES[mode]) as managed:
+            (plan,) = managed.plan.components
+            assert len(plan.forms) == 12 and {numbers.name for numbers in plan.forms.values()} == {WORDS[word]}
+            assert (
+                f"12 weights rest in {'eight bits' if 'fp8' in word else word}, as in their file" in managed.plan.text()
+            )
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), want)
+                manager.ledger.check()
+            assert plan.tier == ("disk" if "disk" in mode else plan.tier)
+            found = {name: tensor.cpu().clone() for name, tensor in net.state_dict().items()}
+            assert all(torch.equal(found[name], weight) for name, weight in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_it_computes_in_the_dtype_of_its_source(tmp_path: Path, machine, word: str, dtype: torch.dtype) -> None:
+    path, plain = make(tmp_path, word, dtype)
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "gpu:0=0.45MiB", placement="gpu:0", manager=manager):
+            assert {parameter.dtype for parameter in net.parameters()} == {dtype}
+            assert torch.equal(net(X.to(dtype)).cpu(), plain(X.to(dtype)))
+
+
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_without_being_managed_it_is_decoded_into_memory(tmp_path: Path, word: str) -> None:
+    path, plain = make(tmp_path, word)
+    loaded = load_model(path, Net)
+    load_weights(loaded)
+    assert torch.equal(loaded(X), plain(X))
+    own = Net().requires_grad_(False)
+    load_weights(own, path)
+    assert torch.equal(own(X), plain(X))
+    half = Net().bfloat16().requires_grad_(False)
+    load_weights(half, path)
+    assert all(torch.equal(weight, plain.get_parameter(name).bfloat16()) for name, weight in half.named_parameters())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("word", ["int8", "qint4"])
+@torch.no_grad()
+def test_another_precision_leaves_codes_as_they_are(tmp_path: Path, machine, word: str, tier: str) -> None:
+    path, plain = make(tmp_path, word)
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        asked: dict[str, Any] = {"placement": f"gpu:0:{tier}", "precision": "fp8 scaled"}
+        with manage({"diffusion": net}, "gpu:0=0.8MiB", manager=manager, **asked) as managed:
+            assert "no block has weights that can rest in eight bits" in managed.plan.text()
+            assert torch.equal(net(X).cpu(), plain(X))
+            assert managed.verify(lambda: net(X)).is_equal
+
+
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_a_released_model_is_unread_again_or_as_its_codes_say(tmp_path: Path, machine, word: str) -> None:
+    path, plain = make(tmp_path, word)
+    for tier in ("disk", "host"):
+        with machine(4) as manager:
+            net = load_model(path, Net)
+            with manage({"diffusion": net}, "gpu:0=0.8MiB", placement=f"gpu:0:{tier}", manager=manager):
+                net(X)
+            if tier == "disk":
+                load_weights(net)
+            assert torch.equal(net(X), plain(X))
+
+
+def test_fewer_bytes_reach_the_device(tmp_path: Path, machine) -> None:
+    sizes = {}
+    for word in ("int8", "qint4"):
+        path, _ = make(tmp_path, word, torch.bfloat16)
+        with machine(4) as manager, torch.no_grad():
+            net = load_model(path, Net)
+            with manage({"diffusion": net}, "gpu:0=0.45MiB", placement="gpu:0:disk", manager=manager) as managed:
+                net(X.bfloat16())
+                sizes[word] = managed.plan.components[0].weight_bytes
+        (tmp_path / "out.safetensors").unlink()
+    assert sizes["qint4"] < 0.75 * sizes["int8"]
+
+
+# -- files of others
+
+
+def layer_tensors(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
+
+
+@torch.no_grad()
+def test_a_scale_that_is_no_power_of_two_is_taken_as_it_is(tmp_path: Path, machine) -> None:
+    path, plain = make(tmp_path, "fp8-scaled")
+    tensors = load_file(path)
+    for name in list(tensors):
+        if name.endswith("weight_scale"):
+            tensors[name] *= 1.37
+            weight = plain.get_parameter(name.replace("weight_scale", "weight"))
+            weight.copy_(tensors[name.replace("weight_scale", "weight")].float() * tensors[name])
+    save_file(tensors, path)
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "gpu:0=0.8MiB", placement="gpu:0", manager=manager):
+            assert torch.equal(net(X).cpu(), plain(X))
+
+
+@torch.no_grad()
+def test_the_older_scaled_fp8_and_scales_per_row_are_read(tmp_path: Path) -> None:
+    path, plain = make(tmp_path, "fp8-scaled")
+    tensors = load_file(path)
+    older = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    rows = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("weight_scale"):
+            older[name.replace("weight_scale", "scale_weight")] = tensor
+            rows[name] = tensor.expand(tensors[name.replace("weight_scale", "weight")].shape[0], 1).clone()
+        elif not name.endswith("comfy_quant"):
+            older[name] = tensor
+    for content in (older, rows):
+        save_file(content, path)
+        net = load_model(path, Net)
+        load_weights(net)
+        assert torch.equal(net(X), plain(X))
+
+
+@torch.no_grad()
+def test_a_layer_outside_of_blocks_may_be_quantized_too(tmp_path: Path, machine) -> None:
+    path, plain = make(tmp_path, "int8")
+    tensors = load_file(path)
+    form = FORMS["int8"][1]().measure(plain.head.weight, name="w")
+    codes, scales = form.encode(plain.head.weight)
+    told = torch.frombuffer(bytearray(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
+    tensors |= {"head.weight": codes, "head.weight_scale": scales[:, None], "head.comfy_quant": told}
+    save_file(tensors, path)
+    plain.head.weight.copy_(form.decode([codes, scales], torch.float32))
+    for tier in ("host", "disk"):
+        with machine(4) as manager:
+            net = load_model(path, Net)
+            with manage({"diffusion": net}, "gpu:0=0.8MiB", placement=f"gpu:0:{tier}", manager=manager):
+                for _ in range(2):
+                    assert torch.equal(net(X).cpu(), plain(X))
+                    manager.ledger.check()
+
+
+def change(path: Path, what: str) -> None:
+    tensors = load_file(path)
+    layer = "blocks.2.up"
+    match what:
+        case "no scale":
+            del tensors[f"{layer}.weight_scale"]
+        case "few scales":
+            tensors[f"{layer}.weight_scale"] = tensors[f"{layer}.weight_scale"][:5].clone()
+        case "one scale":
+            tensors[f"{layer}.weight_scale"] = torch.ones(())
+        case "scale dtype":
+            tensors[f"{layer}.weight_scale"] = tensors[f"{layer}.weight_scale"].half()
+        case "format":
+            told = json.dumps({"format": "nvfp4"}).encode()
+            tensors[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        case "convrot":
+            told = json.dumps({"format": "int8_tensorwise", "convrot": True}).encode()
+            tensors[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        case "no JSON":
+            tensors[f"{layer}.comfy_quant"] = torch.zeros(7, dtype=torch.uint8)
+        case "shape":
+            tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"][:, :100].clone()
+        case "bitsandbytes":
+            tensors[f"{layer}.weight.absmax"] = torch.zeros(3)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("no scale", r"blocks\.2\.up is in ComfyUI's format 'int8_tensorwise' and lacks 'blocks\.2\.up\.weight_scale'"),
+        ("few scales", r"'blocks\.2\.up\.weight_scale' has 5 scales, and 'blocks\.2\.up\.weight' 192 rows"),
+        ("one scale", r"blocks\.2\.up is int8_tensorwise with one scale for all rows, which is for ComfyUI's own"),
+        ("scale dtype", r"'blocks\.2\.up\.weight_scale' is F16, expected F32"),
+        ("format", r"blocks\.2\.up is in ComfyUI's format 'nvfp4', which is for ComfyUI's own loaders"),
+        ("convrot", r"format 'int8_tensorwise with convrot', which is for ComfyUI's own loaders"),
+        ("no JSON", r"'blocks\.2\.up\.comfy_quant' is no JSON object with a format"),
+        ("shape", r"blocks\.2\.up\.weight is I8 \[192, 100\], F32 \[192, 1\] in int8, which does not fit \[192, 256\]"),
+        ("bitsandbytes", "is in bitsandbytes' format, which is for bitsandbytes"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_refused_in_one_line(tmp_path: Path, what: str, why: str) -> None:
+    path, _ = make(tmp_path, "int8")
+    change(path, what)
+    with pytest.raises(InvalidInput, match=why) as refused:
+        load_model(path, Net)
+    assert "\n" not in str(refused.value) and str(path) in str(refused.value)
+
+
+def test_headers_are_read_alone(tmp_path: Path) -> None:
+    path, _ = make(tmp_path, "qint8")
+    header = read_header(path)
+    assert {tensor.name for tensor in header.tensors if "blocks.0.up" in tensor.name} == {
+        "blocks.0.up.weight._data", "blocks.0.up.weight._scale", "blocks.0.up.bias", "blocks.0.up.input_scale",
+        "blocks.0.up.output_scale",
+    }  # fmt: skip
