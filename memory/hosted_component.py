@@ -27,8 +27,9 @@ from .manager.module_plans import Draft, bytes_in_ram, plan_modules
 from .manager.observed import ObservedModel
 from .manager.steered import SteeredComponent, SteeringHost
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
-from .options.precision import DEFAULT_PRECISION, PrecisionRequest
+from .options.precision import DEFAULT_PRECISION, Precision, PrecisionRequest, precision_for
 from .options.profile import OffloadProfile
+from .quantize_file import quantize_tensors
 from .repeated_call import has_hooks_of_others, repeat_if_short
 from .runtime.blocks.pristine_slab import KnownOrigins
 from .runtime.forwards.recording_pauses import host_recordings
@@ -53,6 +54,7 @@ __all__ = [
     "HostedWeight",
     "KeepLimit",
     "ObservedModel",
+    "Precision",
     "SteeredComponent",
     "Verification",
     "device_name",
@@ -66,6 +68,8 @@ __all__ = [
     "open_workflow_id",
     "parse_limit",
     "pause_recordings_with",
+    "precision_for",
+    "quantize_tensors",
     "refuse_damaged",
     "repeat_if_short",
     "same_bits",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .weights.known_forms import FORMS, encoded_form
 from .weights.safetensors_header import TensorHeader, WeightsHeader, read_header
 from .weights.storage_form import EncodedForm
 
-__all__ = ["QuantizedFile", "quantize_file"]
+__all__ = ["QuantizedFile", "QuantizedTensors", "quantize_file", "quantize_tensors"]
 
 # What a checkpoint's diffusion model is named by: the other parts of a checkpoint stay as they are.
 DIFFUSION = "model.diffusion_model."
@@ -181,6 +181,71 @@ def described(paths: Sequence[Path], headers: Sequence[WeightsHeader]) -> Compon
         for block in component.blocks
     )
     return replace(component, blocks=blocks, errors=frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensors:
+    """The tensors of a file, with weights of its blocks in a storage form, as a file would have them."""
+
+    tensors: dict[str, torch.Tensor]
+    form: str
+    num_weights: int
+    before_bytes: int
+    after_bytes: int
+
+    def text(self) -> str:
+        sizes = f"{format_bytes(self.before_bytes)} -> {format_bytes(self.after_bytes)}"
+        return f"{self.num_weights} weights in {self.form}, in ComfyUI's own tensors: {sizes}"
+
+
+def quantize_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], precision: Precision) -> QuantizedTensors:
+    """Return the tensors of a file with those weights in a form that `quantize_file` would write in it.
+
+    Nothing is changed where the file is quantized already. Takes memory for the codes, and some 100 MiB.
+
+    Args:
+        tensors: all of the file's by name, in RAM or in a mapping of the file.
+
+    Raises:
+        InvalidInput: as `quantize_file`.
+    """
+    header, numbers = read_header(path), find_layout(precision.name)
+    made = dict(tensors)
+    num_weights = before_bytes = after_bytes = 0
+    if not describe_quantized([header]):
+        kind, limit = encoded_form(numbers), limit_of(precision, numbers)
+        for spec, reason in sort_weights(described([header.path], [header]), precision, numbers):
+            weight = made.get(spec.name)
+            if reason or weight is None or tuple(weight.shape) != spec.shape or str(weight.dtype) != wide_name(spec):
+                continue
+            form = kind.measure(weight, name=spec.name)
+            if not measure_error(kind, weight, name=spec.name) <= limit:
+                continue
+            own = tensors_of(form, weight, file_tensors(numbers, spec))
+            del made[spec.name]
+            made |= own
+            num_weights += 1
+            before_bytes += spec.weight_bytes
+            after_bytes += sum(tensor.nbytes for tensor in own.values())
+    return QuantizedTensors(made, numbers.name, num_weights, before_bytes, after_bytes)
+
+
+def wide_name(spec: TensorSpec) -> str:
+    """Return the dtype of a weight as torch writes it."""
+    return str(torch_dtype(spec.dtype))
+
+
+def tensors_of(form: EncodedForm, weight: torch.Tensor, entries: Sequence[FileTensor]) -> dict[str, torch.Tensor]:
+    """Return what a file has of a weight as tensors."""
+    made = {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for entry in entries}
+    by_leaf = {entry.leaf: made[entry.name].view(-1) for entry in entries if entry.leaf is not None}
+    for number, begin, part in form.encoded_parts(weight.detach(), NUM_AT_ONCE):
+        by_leaf[number][begin : begin + part.numel()] = part.reshape(-1)
+    for entry in entries:
+        if entry.leaf is None:
+            content = entry.content or scale_bytes(form)
+            made[entry.name].view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return made
 
 
 class Job:

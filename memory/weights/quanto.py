@@ -1,16 +1,16 @@
 """The forms of optimum-quanto: `qint8`, `qfloat8` and `qint4`, with its codes, scales and shifts to the bit.
 
-optimum-quanto makes the codes. It does not compute with them here: weights are widened as in all other forms, which
-gives what its own ``dequantize`` gives. Its kernel for qint8 takes 2.4 times as long on a CPU, and ends the process
-where rows or addresses are odd; its tensors report the size of what they stand for, and cannot be used in inference
-mode where they are not made in it. Nothing is compiled.
+The library itself is not used: importing it imports much of transformers, which fails in some hosts. Weights are
+widened as in all other forms, which gives what its ``dequantize`` gives. Its kernel for qint8 takes 2.4 times as long
+on a CPU, and ends the process where rows or addresses are odd; its tensors report the size of what they stand for, and
+cannot be used in inference mode where they are not made in it. Nothing is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -30,7 +30,10 @@ class QuantoRows(RowForm):
     """A weight in eight bits, times a scale for each row, in the dtype in which the weight computes."""
 
     __slots__ = ()
-    qtype: ClassVar[str]
+    most: ClassVar[float]
+    """What the largest element of a row becomes."""
+    largest_code: ClassVar[float]
+    """The largest code below zero."""
 
     @classmethod
     def scale_dtype(cls, weight: torch.Tensor) -> torch.dtype:
@@ -38,15 +41,16 @@ class QuantoRows(RowForm):
 
     @torch.no_grad()
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        from optimum.quanto import AbsmaxOptimizer, qtypes, quantize_weight
-
-        weight, qtype = weight.detach(), qtypes[self.qtype]
+        """Return codes and scales, computed in the dtype of the weight as optimum-quanto does."""
+        weight = weight.detach()
         if not weight.numel():
             return [torch.empty_like(leaf, device="cpu") for leaf in self.empty_leaves(weight)]
-        scale = usable(AbsmaxOptimizer()(weight, qtype=qtype, axis=0), -qtype.qmin)
-        quantized: Any = quantize_weight(weight, qtype=qtype, axis=0, scale=scale, optimized=False)
-        codes = torch.empty_like(weight, dtype=self.stored).copy_(quantized._data)
-        return [codes, scale.reshape(-1)]
+        scale = usable(weight.abs().flatten(1).amax(1) / self.most, self.largest_code)
+        codes = weight / beside(scale, weight)
+        if not self.stored.is_floating_point:
+            codes.round_()
+        codes.clamp_(-self.largest_code, self.most)
+        return [torch.empty_like(weight, dtype=self.stored).copy_(codes), scale]
 
 
 class QInt8(QuantoRows):
@@ -55,7 +59,7 @@ class QInt8(QuantoRows):
     __slots__ = ()
     numbers = QINT8
     stored = torch.int8
-    qtype = "qint8"
+    most, largest_code = 127, 128
 
 
 class QFloat8(QuantoRows):
@@ -64,7 +68,7 @@ class QFloat8(QuantoRows):
     __slots__ = ()
     numbers = QFLOAT8
     stored = torch.float8_e4m3fn
-    qtype = "qfloat8_e4m3fn"
+    most = largest_code = 448
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +98,14 @@ class QInt4(EncodedForm):
 
     @torch.no_grad()
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        from optimum.quanto import MaxOptimizer, qint4, quantize_weight
-
         groups = weight.detach().reshape(groups_of(weight.shape))
-        if len(groups) == 1:  # of which optimum-quanto would take each element for a group
-            codes, scale, shift = self.encode(torch.cat([groups, groups]))
-            return [codes & LARGEST_CODE, scale[:1], shift[:1]]
-        scale, shift = MaxOptimizer()(groups, qtype=qint4, axis=0)
-        scale = usable(scale, LARGEST_CODE)
-        quantized: Any = quantize_weight(groups, qtype=qint4, axis=0, scale=scale, shift=shift, optimized=False)
-        return [quantized._data._data, scale.reshape(-1), shift.reshape(-1)]
+        least, largest = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+        scale = usable((largest - least) / LARGEST_CODE, LARGEST_CODE)
+        codes = ((groups - least) / scale).round_().clamp_(0, LARGEST_CODE).to(torch.uint8)
+        half = -(-len(groups) // 2)
+        packed = codes[:half].clone()
+        packed[: len(groups) - half] |= codes[half:] << 4
+        return [packed, scale.reshape(-1), -least.reshape(-1)]
 
     def encoded_parts(self, weight: torch.Tensor, most: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         groups = weight.reshape(groups_of(weight.shape))

@@ -26,6 +26,7 @@ from .guides import bring_guides
 from .hosted import PARTS, Request, hosted_of, patcher_of
 from .load_device import load_device_for
 from .private_weights import record_dtypes_of_vision
+from .quantizing import OwnInt8
 from .reading import Reading, read_by
 
 __all__ = [
@@ -52,10 +53,12 @@ __all__ = [
 # mover is read like that, too, because the copies of `own_weights` are then the only ones.
 
 
-def read_diffusion_model(path: str, reading: Reading | None = None) -> ModelPatcher:
+def read_diffusion_model(path: str, reading: Reading | None = None, int8: OwnInt8 | None = None) -> ModelPatcher:
     patcher: ModelPatcher | None = None
     if reading is not None:
         tensors, metadata = reading.state(path)
+        if int8 is not None:
+            tensors = int8.quantize(path, tensors)
         patcher = comfy.sd.load_diffusion_model_state_dict(tensors, metadata=metadata)
     return patcher or comfy.sd.load_diffusion_model(path)  # which says what it cannot load
 
@@ -141,10 +144,13 @@ def load_diffusion_model(path: str, request: Request) -> ModelPatcher:
     check_file(path)
     name = Path(path).stem
     choice = choose_engine(request, name=name, kind="diffusion")
-    with read_by(partial(read_diffusion_model, path), [path], dynamic=choice.is_dynamic) as (patcher, reading):
+    int8 = OwnInt8(request, name)
+    read = partial(read_diffusion_model, path, int8=int8)
+    with read_by(read, [path], dynamic=choice.is_dynamic) as (patcher, reading):
         if is_dynamic(patcher) and choice.is_dynamic:
             return steer_new(patcher, request, name=name, kind="diffusion")
-        adopted = adopt(patcher, name=name, kind="diffusion", request=request, notes=choice.notes, reading=reading)
+        notes = [*choice.notes, *int8.notes]
+        adopted = adopt(patcher, name=name, kind="diffusion", request=int8.request, notes=notes, reading=reading)
         set_reload(adopted, reload_diffusion_model, (path, request))
         return adopted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,32 @@ def test_its_weights_reach_the_device_as_they_are_in_the_file(gpu_host: HostProc
         sample(gpu_host, Loaders(), "flux", form)
     file_bytes = (made / f"flux_{form}.safetensors").stat().st_size
     assert 0.9 * file_bytes < devices[0]["h2d_bytes"] < 1.1 * file_bytes + (1 << 20)
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("way", ["resident", "streamed", "split"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_int8_on_loading_is_what_the_file_would_be(
+    gpu_host: HostProcess, wanted: dict, name: str, way: str, with_lora: bool
+) -> None:
+    if (name, "int8", with_lora) not in wanted:
+        pytest.skip("there is no LoRA for it")
+    got = sample(gpu_host, replace(WAYS[way], precision="int8"), name, "", with_lora)
+    for key, want in wanted[name, "int8", with_lora].items():
+        assert torch.equal(got[key], want)
+    (part,) = gpu_host.get("/highwater/report")["components"]
+    assert "weights in int8, in ComfyUI's own tensors" in str(part)
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("form", ["qint8", "qint4", "qfloat8"])
+def test_forms_of_optimum_quanto_compute_alike_wherever_weights_rest(
+    gpu_host: HostProcess, wanted: dict, form: str, with_lora: bool
+) -> None:
+    got = {
+        way: sample(gpu_host, replace(WAYS[way], precision=form), "flux", "", with_lora)
+        for way in ("resident", "streamed", "split", "managed")
+    }
+    for key, want in wanted["flux", "", with_lora].items():
+        assert all(torch.equal(each[key], got["resident"][key]) for each in got.values())
+        assert 0 < (got["resident"][key] - want).norm() / want.norm() < (0.3 if form == "qint4" else 0.1)

@@ -117,9 +117,10 @@ def test_a_weight_takes_as_much_as_its_numbers_say(rows: int, columns: int) -> N
         assert math.prod(leaves[0].shape) * 2 >= rows * columns
 
 
-def test_nothing_is_compiled_and_no_tensor_of_theirs_computes() -> None:
+def test_nothing_is_compiled_and_the_library_is_not_imported() -> None:
     """In a process where any build of an extension is an error."""
     script = """
+import sys
 import torch
 from torch import nn
 import torch.utils.cpp_extension as cpp_extension
@@ -131,6 +132,7 @@ for form in ("qint8", "qint4", "qfloat8"):
     with torch.inference_mode(), manage({"diffusion": net}, precision=form, placement="cpu") as managed:
         assert f"in {form}" in managed.plan.text(), managed.plan.text()
         assert net(torch.ones(7, 256, dtype=torch.bfloat16)).isfinite().all()
+assert not {"optimum", "optimum.quanto"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
