@@ -39,6 +39,7 @@ from .verification.comparison import same_bits
 from .verification.findings import Verification
 from .verify_hosted import Comparison
 from .weights.component import Component
+from .weights.file_layouts import describe_foreign
 from .weights.form_numbers import rests_of
 from .weights.mapped_files import find_sources
 from .weights.module_component import component_from_module
@@ -383,8 +384,14 @@ def device_name(device: Any) -> str:
 
 
 def refuse_damaged(path: str) -> None:
-    """Check a safetensors file before the host reads it; reads its header. Raises `InvalidInput`."""
-    read_header(path)
+    """Check a safetensors file before the host reads it; reads its header.
+
+    Raises:
+        InvalidInput: it is damaged, or in a quantized format of other libraries; names who loads that.
+    """
+    foreign = describe_foreign(read_header(path))
+    if foreign:
+        raise InvalidInput(f"{path}: {foreign}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from .comfy_models.models import (
     HighwaterLoadTextEncoder,
     HighwaterLoadVAE,
 )
+from .comfy_models.quantize import HighwaterQuantizeFile
 from .comfy_models.verify import HighwaterVerify
 from .idle_limits import HighwaterLimits
 from .image import HighwaterSaveImage
@@ -55,6 +56,7 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
     HighwaterManageCLIP,
     HighwaterManageVAE,
     HighwaterVerify,
+    HighwaterQuantizeFile,
 )
 
 

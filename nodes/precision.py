@@ -12,7 +12,7 @@ from .schema import make_schema
 if TYPE_CHECKING:
     from ..memory.options.precision import Precisions
 
-__all__ = ["HighwaterPrecision", "PrecisionType", "options_input"]
+__all__ = ["HighwaterPrecision", "PrecisionType", "options_input", "split"]
 
 PrecisionType = io.Custom("HIGHWATER_PRECISION")
 

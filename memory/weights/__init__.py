@@ -31,6 +31,7 @@ __all__, __getattr__ = lazy_names(
         "file_layouts": [
             "FILE_FORMS",
             "FileTensor",
+            "describe_foreign",
             "describe_quantized",
             "file_tensors",
             "in_base64",

@@ -22,7 +22,16 @@ from .form_numbers import FormNumbers
 from .known_forms import INT8, QFLOAT8, QINT4, QINT8, SCALED_FP8, quanto_group
 from .safetensors_header import WeightsHeader
 
-__all__ = ["FILE_FORMS", "LAYOUTS", "FileTensor", "describe_quantized", "file_tensors", "in_base64", "layout_metadata"]
+__all__ = [
+    "FILE_FORMS",
+    "LAYOUTS",
+    "FileTensor",
+    "describe_foreign",
+    "describe_quantized",
+    "file_tensors",
+    "in_base64",
+    "layout_metadata",
+]
 
 COMFY_FORMATS = {SCALED_FP8.name: "float8_e4m3fn", INT8.name: "int8_tensorwise"}
 QUANTO_TYPES = {QINT8.name: "qint8", QINT4.name: "qint4", QFLOAT8.name: "qfloat8_e4m3fn"}
@@ -106,6 +115,14 @@ def layout_metadata(numbers: FormNumbers, weights: Sequence[TensorSpec]) -> dict
 
 def in_base64(value: Mapping[str, object]) -> str:
     return binascii.b2a_base64(json.dumps(value).encode(), newline=False).decode()
+
+
+def describe_foreign(header: WeightsHeader) -> str:
+    """Return in which quantized format a file is that ComfyUI's own models have no use for; else empty."""
+    endings, called, loaders = next(
+        (sign for sign in SIGNS[1:] if any(tensor.name.endswith(sign[0]) for tensor in header.tensors)), ((), "", "")
+    )
+    return f"is in {called}, which is for {loaders}" if endings else ""
 
 
 def describe_quantized(headers: Iterable[WeightsHeader]) -> str:

@@ -140,7 +140,7 @@ def refuse_existing(path: Path, replaces: bool) -> None:
     if path.is_dir():
         raise InvalidInput(f"{path}: is a folder; name the file that is to be written in it")
     if path.exists() and not replaces:
-        raise InvalidInput(f"{path}: exists already; name another file, or replace it with --force")
+        raise InvalidInput(f"{path}: exists already; name another file, or replace it (--force)")
 
 
 def move_to_new(unfinished: Path, path: Path) -> None:

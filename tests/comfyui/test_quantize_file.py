@@ -11,7 +11,7 @@ import torch
 
 from highwater.memory.quantize_file import quantize_file
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
-from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.comfyui.host_process import HostProcess, PromptRefused, PromptResult
 
 FORMS = ("fp8-scaled", "int8")
 SOURCES = {"flux": "tiny_flux.safetensors", "wan": "tiny_wan.safetensors"}
@@ -132,3 +132,57 @@ def test_forms_of_optimum_quanto_compute_alike_wherever_weights_rest(
     for key, want in wanted["flux", "", with_lora].items():
         assert all(torch.equal(each[key], got["resident"][key]) for each in got.values())
         assert 0 < (got["resident"][key] - want).norm() / want.norm() < (0.3 if form == "qint4" else 0.1)
+
+
+@pytest.mark.expects_errors
+def test_the_node_writes_a_file_that_the_page_then_offers(gpu_host: HostProcess, wanted: dict) -> None:
+    def write(**asked: object) -> PromptResult:
+        graph = Graph()
+        file = "diffusion_models/tiny_flux.safetensors"
+        widgets = {"file": file, "to": "int8", "exclude": "", "name": "", "replace": False}
+        graph.add("HighwaterQuantizeFile", **{**widgets, **asked})
+        return gpu_host.run(graph.nodes)
+
+    (told,) = [output["text"] for output in write().outputs.values() if "text" in output]
+    assert "weights in int8" in told[0] and told[0].startswith("tiny_flux-int8.safetensors: ")
+    offered = gpu_host.get("/object_info/UNETLoader")["UNETLoader"]["input"]["required"]["unet_name"]
+    assert "tiny_flux-int8.safetensors" in str(offered)
+    gpu_host.forget()
+    graph = Graph()
+    graph.keep(sample_flux(graph, CORE.diffusion_model(graph, "tiny_flux-int8.safetensors")))
+    for key, tensor in gpu_host.run(graph.nodes).kept().items():
+        assert torch.equal(tensor, wanted["flux", "int8", False][key])
+    written = gpu_host.base / "models" / "diffusion_models" / "tiny_flux-int8.safetensors"
+    before = written.read_bytes()
+    refused = write(exclude="img_attn")
+    assert refused.outcome == "error"
+    assert "tiny_flux-int8.safetensors exists already; name another one, or turn replace on" in refused.error
+    assert written.read_bytes() == before
+    write(exclude="img_attn", replace=True)
+    assert len(written.read_bytes()) > len(before)
+
+
+@pytest.mark.expects_errors
+@pytest.mark.parametrize(("name", "why"), [("../evil", "leads to another folder"), ("a:b", "leads to another folder")])
+def test_a_name_that_leads_elsewhere_is_refused(gpu_host: HostProcess, name: str, why: str) -> None:
+    graph = Graph()
+    graph.add(
+        "HighwaterQuantizeFile", file="diffusion_models/tiny_flux.safetensors", to="int8", exclude="", name=name,
+        replace=False,
+    )  # fmt: skip
+    with pytest.raises(PromptRefused) as refused:
+        gpu_host.queue(graph.nodes)
+    assert why in refused.value.text
+
+
+@pytest.mark.expects_errors
+def test_a_file_of_another_library_is_refused_with_who_loads_it(
+    gpu_host: HostProcess, made: Path, models: Path
+) -> None:
+    path = gpu_host.base / "models" / "diffusion_models" / "quanto.safetensors"
+    quantize_file(models / "diffusion_models" / "tiny_flux.safetensors", path, "qint8")
+    graph = Graph()
+    graph.keep(sample_flux(graph, Loaders().diffusion_model(graph, path.name)))
+    refused = gpu_host.run(graph.nodes)
+    assert refused.outcome == "error"
+    assert "is in optimum-quanto's format, which is for load_model and Load Pipeline here" in refused.error

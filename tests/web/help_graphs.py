@@ -144,6 +144,12 @@ def manage_vae(graph: Graph) -> None:
     image(graph, decoder=graph.add("HighwaterManageVAE", vae=decoder, **REQUEST | {"placement": "gpu:1"}))
 
 
+def quantize_file(graph: Graph) -> None:
+    graph.add(
+        "HighwaterQuantizeFile", file="checkpoints/tiny-sd.safetensors", to="int8", exclude="", name="", replace=True
+    )
+
+
 def keep(graph: Graph) -> None:
     image(graph, clip=graph.add("HighwaterKeep", model=text_encoder(graph), keep=True, at_most="unlimited"))
 
@@ -224,6 +230,7 @@ BUILD: dict[str, tuple[Callable[[Graph], None], dict[str, Any]]] = {
     "HighwaterManageCLIP": (manage_clip, {"badge": "155M gpu:0"}),
     "HighwaterManageVAE": (manage_vae, {"badge": "4.7M gpu:1"}),
     "HighwaterVerify": (verify, {"text": "equal", "width": 420}),
+    "HighwaterQuantizeFile": (quantize_file, {"text": "weights in int8", "width": 360}),
     "HighwaterRelease": (release, {"text": "free", "width": 260}),
     "HighwaterKeep": (keep, {"text": "evicted last", "width": 260}),
     "HighwaterWatermark": (watermark, {"width": 260}),

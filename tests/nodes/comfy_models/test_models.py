@@ -25,14 +25,17 @@ from highwater.memory.weights.known_forms import FORMS
 comfy_api.install()
 from highwater.nodes import device_choices, widget_values  # noqa: E402
 from highwater.nodes.comfy_models import model_files  # noqa: E402
+from highwater.nodes.comfy_models.quantize import HighwaterQuantizeFile  # noqa: E402
 from highwater.nodes.comfy_models.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
 from highwater.nodes.watermark import DeviceWatermark  # noqa: E402
 
-# Those that load or manage a model; the one that verifies asks for none of what these ask for.
+# Those that load or manage a model; those that verify and quantize ask for none of what these ask for.
 NODES = {
-    node.GET_SCHEMA().node_id.removeprefix("Highwater"): node for node in MODEL_NODES if node is not HighwaterVerify
+    node.GET_SCHEMA().node_id.removeprefix("Highwater"): node
+    for node in MODEL_NODES
+    if node not in (HighwaterVerify, HighwaterQuantizeFile)
 }
 # Each loader with its file's input, the host's folder of it, and the call of the adaptor.
 LOADERS = {
