@@ -1,4 +1,5 @@
-"""Nodes for ComfyUI's own models: loading them managed, managing those that other loaders made, and verifying them."""
+"""Nodes for ComfyUI's own models: loading them managed, managing those that other loaders made, verifying and
+quantizing them."""
 
 from ...memory.lazy_names import lazy_names
 
@@ -15,6 +16,7 @@ __all__, __getattr__ = lazy_names(
             "HighwaterLoadTextEncoder",
             "HighwaterLoadVAE",
         ],
+        "quantize": ["HighwaterQuantizeFile"],
         "verify": ["HighwaterVerify"],
     },
 )
