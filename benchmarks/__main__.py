@@ -28,6 +28,7 @@ CASES = (
     "overhead",
     "overlap",
     "precision",
+    "quantize",
     "streaming",
     "switching",
     "tiers",

@@ -369,10 +369,14 @@ def manage(
         manager = default_manager()
     sources = {component: source for component, module in modules.items() if (source := source_of(module)) is not None}
     choices = read_choices(profile, placement, precision, list(modules), overrides)
+    named = read_files({} if files is None else files)
+    for component, source in named.items():
+        if component in modules and any(parameter.is_meta for parameter in modules[component].parameters()):
+            source.find_encoded()
     members, plan = manager.add(
         modules,
         **choices,
-        sources=sources | read_files({} if files is None else files),
+        sources=sources | named,
         patterns=read_patterns(blocks),
         name=name,
         node_id=node_id,

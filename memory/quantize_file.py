@@ -7,6 +7,7 @@ is; the second writes. Memory holds one tensor, and a few rows of it encoded.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from .units import MIB, format_bytes
 from .weights.component import Component, TensorSpec, component_from_files
 from .weights.file_layouts import FILE_FORMS, FileTensor, describe_quantized, file_tensors, in_base64, layout_metadata
 from .weights.file_reader import OpenFiles, WeightsFile, bytes_of, torch_dtype
-from .weights.file_writer import FileWriter
+from .weights.file_writer import FileWriter, refuse_existing
 from .weights.form_errors import measure_error
 from .weights.form_numbers import FormNumbers
 from .weights.known_forms import FORMS, encoded_form
@@ -128,6 +129,8 @@ def quantize_file(
     target = Path(target)
     if target.exists() and any(path.exists() and target.samefile(path) for path in paths):
         raise InvalidInput(f"{target}: is the file that is read; name another one")
+    target = Path(os.path.realpath(target))  # of a link, the file that it names
+    refuse_existing(target, replaces)
     headers = [read_header(path) for path in paths]
     quantized = describe_quantized(headers)
     if quantized:
@@ -143,11 +146,12 @@ def quantize_file(
     precision = Precision(numbers.name, exclude=tuple(exclude), error_limit=error_limit)
     component = described(paths, headers)
     job = Job(headers, component, precision, numbers, progress)
+    config = find_config(paths, headers)
     with OpenFiles() as opened:
         job.measure(opened)
         if not job.encoded:
             raise InvalidInput(f"{headers[0].path}: no weight of its blocks can be in {form}: {job.why_none()}")
-        tensors, metadata = job.layout()
+        tensors, metadata = job.layout(config)
         with FileWriter(target, tensors, metadata, replaces=replaces) as writer:
             job.write(writer, opened)
     return QuantizedFile(
@@ -312,7 +316,7 @@ class Job:
             return ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in self.kept.most_common())
         return "it has no blocks with matrices of 16 or 32 bits"
 
-    def layout(self) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
+    def layout(self, config: Mapping[str, str]) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
         """Return the tensors of the new file, and its metadata."""
         tensors: list[tuple[str, str, tuple[int, ...]]] = []
         for name, (_, tensor) in self.files.items():
@@ -324,19 +328,16 @@ class Job:
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
             raise InvalidInput(f"{self.headers[0].path}: has a tensor {twice!r} already, which the form needs")
-        return tensors, self.metadata()
+        return tensors, self.metadata(config)
 
-    def metadata(self) -> dict[str, str]:
+    def metadata(self, config: Mapping[str, str]) -> dict[str, str]:
         """Return the source's metadata, the form of each weight, and the config that lies beside the source."""
         metadata: dict[str, str] = {"format": "pt"}
         for header in self.headers:
             metadata |= header.metadata
-        config = self.headers[0].path.with_name("config.json")
-        if not any(name in metadata for name in CONFIG_NAMES) and config.is_file():
-            metadata["config_base64"] = in_base64(read_json(config))
         specs = [weight.spec for weight in self.encoded.values()]
         told = {"form": self.numbers.name, "weights": {spec.name: spec.dtype for spec in specs}}
-        return metadata | layout_metadata(self.numbers, specs) | {"highwater": json.dumps(told)}
+        return metadata | dict(config) | layout_metadata(self.numbers, specs) | {"highwater": json.dumps(told)}
 
     def write(self, writer: FileWriter, opened: OpenFiles) -> None:
         """Write every tensor, in the order of the source."""
@@ -367,6 +368,16 @@ class Job:
 def scale_bytes(form: EncodedForm) -> bytes:
     """Return the one scale of a weight."""
     return bytes(bytes_of(torch.tensor([form.factor], dtype=torch.float32)))
+
+
+def find_config(paths: Sequence[Path], headers: Sequence[WeightsHeader]) -> dict[str, str]:
+    """Return the config that lies beside a model alone in its folder, as metadata; empty where its file has one."""
+    folder = paths[0].parent
+    if any(name in header.metadata for header in headers for name in CONFIG_NAMES):
+        return {}
+    others = [path for path in folder.glob("*.safetensors") if not any(path.samefile(own) for own in paths)]
+    config = folder / "config.json"
+    return {} if others or not config.is_file() else {"config_base64": in_base64(read_json(config))}
 
 
 def read_json(path: Path) -> Any:

@@ -11,6 +11,7 @@ from ..memory.errors import require
 from ..memory.options.placement import AUTO, Placement, parse_placement
 from ..memory.options.precision import (
     DEFAULT_PRECISION,
+    Precision,
     PrecisionRequest,
     Precisions,
     fill_precisions,
@@ -18,7 +19,7 @@ from ..memory.options.precision import (
     precision_names,
 )
 from ..memory.options.profile import OffloadProfile, parse_profile
-from ..memory.weights.known_forms import FORMS
+from ..memory.weights.known_forms import FORMS, numbers_of
 from .device_choices import Choices, device_names, missing_devices
 
 __all__ = [
@@ -80,7 +81,9 @@ def read_profile(text: object, components: tuple[str, ...] = ()) -> OffloadProfi
         InvalidInput: naming the column and what is allowed there.
     """
     here = device_names()
-    return parse_profile_once(str(text), (*here, *missing_devices(str(text), here)), components)
+    profile = parse_profile_once(str(text), (*here, *missing_devices(str(text), here)), components)
+    numbers_of(Precision(profile.form))  # refuses a form that there is not
+    return profile
 
 
 def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:

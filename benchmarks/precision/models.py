@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,19 @@ DEVIATIONS = {"0.02": lambda fan_in: 0.02, "1 / sqrt(inputs)": lambda fan_in: fa
 CORE = "ComfyUI fp8_e4m3fn"
 
 
-def measure_models(ours: str) -> tuple[list[dict[str, Any]], float]:
-    """Return a row for each model, and the worst of our error over core's; NaN without ComfyUI."""
+def measure_models(ours: str, forms: Sequence[str] = FORMS) -> tuple[list[dict[str, Any]], float]:
+    """Return a row for each model, and the worst of our error over core's; NaN without ComfyUI.
+
+    Args:
+        ours: the form whose error is compared; one of ``forms``.
+    """
     files = find_host()
     if files is None:
         return [{"model": "not run: no ComfyUI at ~/comfy/ComfyUI; name one in COMFYUI_DIR"}], math.nan
     with tempfile.TemporaryDirectory() as folder:
         # The script imports the package by its name, whatever its folder is called.
         Path(folder, "highwater").symlink_to(Path(__file__).parents[2])
-        command = [str(files.python), __file__, str(files.directory)]
+        command = [str(files.python), __file__, str(files.directory), *forms]
         environment = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -44,7 +48,7 @@ def measure_models(ours: str) -> tuple[list[dict[str, Any]], float]:
         {
             "model": errors["model"],
             "deviation": errors["deviation"],
-            **{name: f"{errors[name]:.4f}" for name in (*FORMS, CORE)},
+            **{name: f"{errors[name]:.4f}" for name in (*forms, CORE)},
             f"{ours} over ComfyUI": errors[ours] / errors[CORE],
         }
         for errors in found
@@ -55,7 +59,7 @@ def measure_models(ours: str) -> tuple[list[dict[str, Any]], float]:
 # -- the process in ComfyUI's Python
 
 
-def measure_all() -> None:
+def measure_all(forms: Sequence[str]) -> None:
     """Print the errors of each model as a line of JSON."""
     import torch
 
@@ -71,7 +75,7 @@ def measure_all() -> None:
         with torch.inference_mode():
             (want,) = own_models.outputs_of(model, inputs)
             errors = {CORE: error_of(core_output(own_models, name, model, inputs), want)}
-            for form in FORMS:
+            for form in forms:
                 errors[form] = error_of(our_output(own_models, model, inputs, form), want)
         print(json.dumps({"model": label, "deviation": size, **errors}), flush=True)
 
@@ -129,5 +133,6 @@ def error_of(output: Any, want: Any) -> float:
 
 
 if __name__ == "__main__":
+    asked = sys.argv[2:]
     sys.argv[1:] = sys.argv[1:2]  # `own_models` finds ComfyUI's folder there
-    measure_all()
+    measure_all(asked)

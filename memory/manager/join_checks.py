@@ -47,18 +47,19 @@ def refuse_unsuitable(
     if rival is not None:
         raise InvalidInput(f"{name} has {rival}")
     managed = find_managed(sharers, members, borrowers)
+    encoded = dict(component.encoded_as)  # whose codes are read from their file, wherever the others are
     for parameter_name, parameter in module.named_parameters():
         if lent and split_owner(module, parameter_name) in lent:
             continue
         if id(parameter) in managed:
             by = managed[id(parameter)]
             raise InvalidInput(f"{name}: {parameter_name!r} is managed already, {by}; release that first")
-        unread = unread_of(parameter)
-        if unread is not None and parameter.is_meta and not component.has_file:
+        unread, in_file = unread_of(parameter), component.has_file or parameter_name in encoded
+        if unread is not None and parameter.is_meta and not in_file:
             raise InvalidInput(
                 f"{name}: {unread.told}; manage the model as load_model returned it, or call load_weights(model) before"
             )
-        if parameter.device.type != "cpu" and not (parameter.is_meta and component.has_file):
+        if parameter.device.type != "cpu" and not (parameter.is_meta and in_file):
             raise InvalidInput(
                 f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
             )

@@ -155,10 +155,10 @@ def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) 
     Args:
         is_trusted: whether the files are taken to have what the module has; else that is known of what is mapped only.
     """
+    component = replace(component, encoded_as=source.encoded_as(component))
     if is_trusted and source.covers(component):
         can_map, stored_as = source.can_map(component, frozenset()), source.stored_as(component)
-        encoded_as = source.encoded_as(component)
-        return replace(component, has_file=True, can_map=can_map, stored_as=stored_as, encoded_as=encoded_as)
+        return replace(component, has_file=True, can_map=can_map, stored_as=stored_as)
     lacking = source.find_lacking(component, among_mapped=True)
     weights = [tensor for block in (*component.blocks, component.non_block) for tensor in block.tensors]
     is_none = lacking.issuperset(tensor.name for tensor in weights)

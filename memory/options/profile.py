@@ -375,7 +375,10 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
         numbers = {str(number): number for number in range(1, LARGEST_PREFETCH + 1)}
         return "prefetch_blocks", parse_choice(scanner, word, {AUTO: None, **numbers})
     if word == "form":
-        return word, take_form(scanner)
+        form = take_form(scanner).lower()
+        if not form:
+            scanner.fail("a storage form is missing, such as int8")
+        return word, form
     if word == "compile":
         return word, parse_choice(scanner, word, {"on": True, "off": False})
     return {"disk": "on_demand"}.get(word, word), parse_names(scanner, components, with_language=word == "quantize")

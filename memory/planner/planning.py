@@ -13,7 +13,7 @@ from ..options.profile import LANGUAGE, OffloadProfile, covers
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
-from ..weights.known_forms import numbers_of
+from ..weights.known_forms import forms_in_file, numbers_of
 from .capacity import Machine
 from .device_plan import plan_share
 from .form_choice import (
@@ -170,8 +170,16 @@ def draft(
     without = without_float8(forms, devices, machine)
     rows = tabulate_precision(component, precision) if forms and not without else ()
     if without:
-        forms = AS_THEY_CAME
-        reasons.append(f"{without} has no float8: everything stays as stored; precision bf16 or fp16 halves float32")
+        stored = forms_in_file(component)
+        forms = {name: numbers for name, numbers in forms.items() if not numbers.is_float8} or AS_THEY_CAME
+        widened = stored.keys() - forms.keys()
+        # What is decoded as it is read rests in RAM, as if no file had it.
+        component = replace(component, lacking=component.lacking | widened)
+        if widened:
+            reasons.append(f"{without} has no float8: {len(widened)} weights are widened as they are read, and rest so")
+        else:
+            line = "everything stays as stored; precision bf16 or fp16 halves float32"
+            reasons.append(f"{without} has no float8: {line}")
     elif (numbers := numbers_of(precision)) is not None:
         if len(forms) == len(component.encoded_as):
             reasons.append(explain_nothing(component, numbers))

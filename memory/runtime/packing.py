@@ -165,13 +165,20 @@ class Packing:
         What rests in its file counts as nothing, nor does what computes in the memory that it came in.
         """
         return sum(
-            slot.spec.weight_bytes
+            self.stored_bytes(group, index)
             for share in self.shares
             for group in share.groups
             if group.at_rest.store is None and group.name not in self.plan.in_file
-            for slot in group.slots
+            for index, slot in enumerate(group.slots)
             if share.copies is not None or group.encoded or slot.held.is_meta
         )
+
+    def stored_bytes(self, group: WeightGroup, index: int) -> int:
+        """Return the bytes of a weight as it comes: of its codes where its file has those in which it rests."""
+        slot, kind = group.slots[index], group.encoded.get(index)
+        if self.source is None or kind is None or not slot.held.is_meta or not self.source.has_encoded(slot.spec, kind):
+            return slot.spec.weight_bytes
+        return sum(kind.numbers.leaf_bytes(slot.spec))
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
         """Build the missing weight stores; on failure the caller ends the packing as `Ending.TAKEN_BACK`.
@@ -250,12 +257,25 @@ class Packing:
         """Unpack the blocks that no managed component goes on with.
 
         Args:
-            reads: also what rests in its file, which stays there otherwise.
+            reads: also what rests in its file as it computes, which stays there otherwise.
         """
         for bundle in [bundle for bundle in self.left if bundle not in kept]:
             for group in bundle.groups:
-                unpack(group, () if reads else group.at_rest.names_in_file)
+                in_file = frozenset() if reads else group.at_rest.names_in_file
+                unpack(group, in_file | self.unread_again(group))
             self.left.remove(bundle)
+
+    def unread_again(self, group: WeightGroup) -> frozenset[str]:
+        """Return the weights whose files have the codes that rest: decoded and encoded again, they might be others."""
+        source = self.source
+        if source is None or not source.encoded or self.written.may_be_written(group):
+            return frozenset()
+        return frozenset(
+            group.slots[index].spec.name
+            for index, kind in group.encoded.items()
+            if group.slots[index].spec.name in group.at_rest.on_meta
+            and source.has_encoded(group.slots[index].spec, kind)
+        )
 
     def restore_left(self) -> None:
         """Give the module the weights of blocks that no managed component goes on with, as `Ending.RESTORED` says."""

@@ -37,7 +37,7 @@ __all__, __getattr__ = lazy_names(
             "in_base64",
             "layout_metadata",
         ],
-        "file_writer": ["FileWriter"],
+        "file_writer": ["FileWriter", "refuse_existing"],
         "form_errors": ["measure_error", "measure_errors"],
         "mapped_files": ["find_sources", "map_again", "map_own", "map_tensors", "may_be_written"],
         "discovery": ["components_of", "discover_components", "holds_pipeline"],

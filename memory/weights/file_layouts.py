@@ -44,10 +44,10 @@ FILE_FORMS = {name.replace(" ", "-"): name for name in LAYOUTS}
 # What the names of quantized files' tensors end with, what they are called, and what loads them.
 SIGNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((".comfy_quant", "scaled_fp8", ".scale_weight"), "ComfyUI's quantized format", "ComfyUI's own loaders and ours"),
-    (("._data", "._data._data"), "optimum-quanto's format", "load_model and Load Pipeline here, optimum-quanto, mmgp"),
-    ((".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".absmax", ".SCB"), "bitsandbytes' format",
-     "bitsandbytes, through diffusers or transformers"),
-    ((".wscales", ".smooth_factor", ".proj_down"), "SVDQuant's format", "ComfyUI-nunchaku"),
+    (("._data", "._data._data"), "optimum-quanto's format", "load_model here, optimum-quanto and mmgp"),
+    ((".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".weight.absmax", ".SCB"),
+     "bitsandbytes' format", "bitsandbytes, through diffusers or transformers"),
+    ((".wscales",), "SVDQuant's format", "ComfyUI-nunchaku"),
     ((".qzeros",), "the format of AWQ or GPTQ", "transformers with gptqmodel or autoawq"),
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from ..errors import InvalidInput
 from ..units import align_up
 from .safetensors_header import DTYPE_BITS
 
-__all__ = ["FileWriter", "WrittenTensor"]
+__all__ = ["FileWriter", "WrittenTensor", "refuse_existing"]
 
 ALIGNMENT = 64
 UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -69,10 +69,7 @@ class FileWriter:
         refuse_existing(self.path, self.replaces)
         unfinished = self.path.with_name(f".{self.path.name[:100]}.{secrets.token_hex(4)}.unfinished")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        try:
-            self.descriptor = os.open(unfinished, flags, 0o666)
-        except FileNotFoundError:
-            raise InvalidInput(f"{self.path.parent}: no such folder; make it first") from None
+        self.descriptor = os.open(unfinished, flags, 0o666)
         self.unfinished = unfinished
         try:
             with suppress(AttributeError):  # not on Windows and macOS
@@ -137,6 +134,9 @@ class FileWriter:
 
 
 def refuse_existing(path: Path, replaces: bool) -> None:
+    """Refuse a path to which nothing can be written, or at which there is a file that is not to be replaced."""
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path.parent}: no such folder; make it first")
     if path.is_dir():
         raise InvalidInput(f"{path}: is a folder; name the file that is to be written in it")
     if path.exists() and not replaces:

@@ -74,17 +74,19 @@ class WeightsSource:
         Raises:
             InvalidInput: a format that has no form here, or a tensor of one is missing.
         """
+        if self.encoded:
+            return
         tensors = {name: tensor for name, (_, tensor) in self.files.items()}
-        metadata = {key: value for header in self.headers for key, value in header.metadata.items()}
+        metadata = [header.metadata for header in self.headers]
         self.encoded, used = find_encodings(tensors, metadata, self.content_of, self.headers[0].path, self.prefix)
-        by_stored_name = {tensor.name: file for file, tensor in self.files.values()}
+        files = {tensor.name: file for file, tensor in self.files.values()}
         for name in used:
             del self.files[name]
         for name, encoding in self.encoded.items():
             own = [*encoding.leaves, *([encoding.scale] if encoding.scale is not None else [])]
             for number, leaf in enumerate(own):
-                self.files[leaf_name(name, number)] = by_stored_name[leaf.name], leaf
-            self.files[name] = by_stored_name[own[0].name], own[0]
+                self.files[leaf_name(name, number)] = files[leaf.name], leaf
+            self.files[name] = files[own[0].name], own[0]
 
     def content_of(self, name: str) -> bytes:
         """Return the bytes of a small tensor."""
@@ -182,7 +184,9 @@ class WeightsSource:
     def alias(self, name: str, stored_name: str) -> None:
         """Add a name by which a weight is found."""
         self.files[name] = self.files[stored_name]
-        if stored_name in self.encoded and name != stored_name:
+        if stored_name not in self.encoded:
+            self.encoded.pop(name, None)
+        elif name != stored_name:
             self.encoded[name] = self.encoded[stored_name]
             for number in range(self.encoded[name].num_tensors):
                 self.files[leaf_name(name, number)] = self.files[leaf_name(stored_name, number)]
@@ -197,6 +201,8 @@ class WeightsSource:
             for number in range(self.encoded[old].num_tensors)
         }
         self.files.update({new: self.files[old] for old, new in names.items()} | leaves)
+        for new in names.values():
+            self.encoded.pop(new, None)
         self.encoded.update(moved)
         self.mapped = {names.get(name, name) for name in self.mapped}
         self.bare = frozenset(names.get(name, name) for name in self.bare)
@@ -385,10 +391,14 @@ class WeightsSource:
             encoded = [target for target in targets if target[0] in self.encoded]
             num_bytes = sum(target[1].nbytes for target in encoded)
             others = [target for target in targets if target[0] not in self.encoded]
-            for name, target, *_ in encoded:
+            num_done = 0
+            for name, target, *begin in encoded:
+                assert not begin and target.is_floating_point(), f"{name} is encoded in its file"
                 self.read_decoded(files, name, target, handles_pages=handles_pages)
+                num_done += target.nbytes
+                if progress is not None:
+                    progress(num_done)
             if progress is not None and num_bytes:
-                progress(num_bytes)
                 progress = count_on(progress, num_bytes, sum(target[1].nbytes for target in others))
             if not others:
                 return False

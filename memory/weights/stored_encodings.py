@@ -21,16 +21,19 @@ from .safetensors_header import TensorHeader
 
 __all__ = ["StoredEncoding", "find_encodings", "leaf_name", "renamed", "weight_name"]
 
-# By what ComfyUI calls a format: the form with one scale for the whole weight, and that with one for each row.
-COMFY: dict[str, tuple[FormNumbers | None, FormNumbers]] = {
-    "float8_e4m3fn": (SCALED_FP8, ROW_FP8),
-    "float8_e5m2": (SCALED_E5M2, ROW_E5M2),
-    "int8_tensorwise": (None, INT8),
+# By what ComfyUI calls a format: the form with one scale for the whole weight, that with one for each row, the codes.
+COMFY: dict[str, tuple[FormNumbers | None, FormNumbers, str]] = {
+    "float8_e4m3fn": (SCALED_FP8, ROW_FP8, "F8_E4M3"),
+    "float8_e5m2": (SCALED_E5M2, ROW_E5M2, "F8_E5M2"),
+    "int8_tensorwise": (None, INT8, "I8"),
 }
+OLDER = {codes: kind for kind, (per_tensor, _, codes) in COMFY.items() if per_tensor is not None}
+"""The formats of the older layout, which says none, by the dtype of its codes."""
 COMFY_BESIDE = ("comfy_quant", "scale_weight", "weight_scale", "scale_input", "input_scale")
+QUANTO_BESIDE = ("input_scale", "output_scale")
 LEAF = " leaf "
+BESIDE_ENDINGS = (*(f".{each}" for each in (*COMFY_BESIDE, *QUANTO_BESIDE)), "._scale", "._shift")
 MOST_TOLD_BYTES = 1 << 16
-FP8_DTYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 QUANTO = {"I8": QINT8, "F8_E4M3": QFLOAT8}
 
 
@@ -55,7 +58,9 @@ class StoredEncoding:
         spec = TensorSpec(name=name, dtype=self.dtype, shape=shape, encodable=True)
         if not self.numbers.takes(spec):
             return f"{self.numbers.name} is not defined for {list(shape)}"
-        if tuple(leaf.weight_bytes for leaf in self.leaves) == self.numbers.leaf_bytes(spec):
+        is_packed = self.numbers is QINT4
+        has_shape = self.leaves[0].shape == shape or is_packed
+        if has_shape and tuple(leaf.weight_bytes for leaf in self.leaves) == self.numbers.leaf_bytes(spec):
             return ""
         found = ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in self.leaves)
         return f"{name} is {found} in {self.numbers.name}, which does not fit {list(shape)}"
@@ -81,12 +86,13 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def find_encodings(
-    tensors: Mapping[str, TensorHeader], metadata: Mapping[str, str], read: Read, path: Path, prefix: str = ""
+    tensors: Mapping[str, TensorHeader], metadata: Iterable[Mapping[str, str]], read: Read, path: Path, prefix: str = ""
 ) -> tuple[dict[str, StoredEncoding], set[str]]:
     """Return the weights that are in a storage form, and the names of all tensors that belong to them.
 
     Args:
         tensors: by name, without the prefix that names have in the file.
+        metadata: of each file.
         read: returns the bytes of a small tensor.
 
     Raises:
@@ -94,7 +100,7 @@ def find_encodings(
     """
     found: dict[str, StoredEncoding] = {}
     used: set[str] = set()
-    told = {name.removeprefix(prefix): dtype for name, dtype in told_dtypes(metadata).items()}
+    told = {name.removeprefix(prefix): dtype for each in metadata for name, dtype in told_dtypes(each).items()}
     usual = usual_dtype(tensors.values())
     for name in tensors:
         if name.endswith((".comfy_quant", ".scale_weight")):
@@ -126,42 +132,48 @@ def comfy_encoding(
     layer = name.rpartition(".")[0]
     weight, scale_name = f"{layer}.weight", f"{layer}.scale_weight" if is_older else f"{layer}.weight_scale"
     codes, scale = tensors.get(weight), tensors.get(scale_name)
-    kind = FP8_DTYPES.get(codes.dtype, "") if is_older and codes is not None else read_format(tensors[name], read, path)
-    per_tensor, per_row = COMFY.get(kind, (None, None))
+    for missing, found in ((weight, codes), (scale_name, scale)):
+        if found is None:
+            raise InvalidInput(f"{path}: {layer} is in ComfyUI's quantized format and lacks {missing!r}")
+    assert codes is not None and scale is not None
+    kind = OLDER.get(codes.dtype, codes.dtype) if is_older else read_format(name, tensors[name], read, path)
+    per_tensor, per_row, dtype = COMFY.get(kind, (None, None, ""))
     if per_row is None:
         raise InvalidInput(f"{path}: {layer} is in ComfyUI's format {kind!r}, which is for ComfyUI's own loaders")
-    if codes is None or scale is None:
-        missing = weight if codes is None else scale_name
-        raise InvalidInput(f"{path}: {layer} is in ComfyUI's format {kind!r} and lacks {missing!r}")
+    if codes.dtype != dtype or len(codes.shape) < 2:
+        raise InvalidInput(f"{path}: {weight!r} is {codes.dtype} {list(codes.shape)}, and its format is {kind!r}")
     if scale.dtype != "F32":
         raise InvalidInput(f"{path}: {scale_name!r} is {scale.dtype}, expected F32")
-    num_scales = scale.weight_bytes // 4
-    numbers = per_tensor if num_scales == 1 and per_tensor is not None else per_row
-    if num_scales != 1 and num_scales != codes.shape[0]:
-        raise InvalidInput(f"{path}: {scale_name!r} has {num_scales} scales, and {weight!r} {codes.shape[0]} rows")
-    if numbers is per_row and num_scales != codes.shape[0]:
+    rows = codes.shape[0]
+    is_single = scale.shape in ((), (1,), (1, 1)) and not (per_tensor is None and rows == 1)
+    if not is_single and scale.shape not in ((rows,), (rows, *[1] * (len(codes.shape) - 1))):
+        raise InvalidInput(f"{path}: {scale_name!r} is {list(scale.shape)}, and {weight!r} has {rows} rows")
+    numbers = per_tensor if is_single else per_row
+    if numbers is None:
         raise InvalidInput(f"{path}: {layer} is {kind} with one scale for all rows, which is for ComfyUI's own loaders")
     bias = tensors.get(f"{layer}.bias")
-    dtype = told.get(weight) or (bias.dtype if bias is not None and bias.dtype in WIDE_DTYPES else usual)
-    leaves = (codes,) if numbers is per_tensor else (codes, scale)
+    wide = told.get(weight) or (bias.dtype if bias is not None and bias.dtype in WIDE_DTYPES else usual)
     encoding = StoredEncoding(
-        numbers=numbers, dtype=dtype, leaves=leaves, scale=scale if numbers is per_tensor else None
+        numbers=numbers,
+        dtype=wide,
+        leaves=(codes,) if is_single else (codes, scale),
+        scale=scale if is_single else None,
     )
     beside = (f"{layer}.{each}" for each in COMFY_BESIDE)
     return weight, encoding, {weight, *(each for each in beside if each in tensors)}
 
 
-def read_format(told: TensorHeader, read: Read, path: Path) -> str:
+def read_format(name: str, told: TensorHeader, read: Read, path: Path) -> str:
     """Return the format that a ``comfy_quant`` tensor names."""
     if told.weight_bytes > MOST_TOLD_BYTES:
-        raise InvalidInput(f"{path}: {told.name!r} has {told.weight_bytes} bytes, allowed: up to {MOST_TOLD_BYTES}")
+        raise InvalidInput(f"{path}: {name!r} has {told.weight_bytes} bytes, allowed: up to {MOST_TOLD_BYTES}")
     try:
-        content = json.loads(read(told.name))
+        content = json.loads(read(name))
         kind = content["format"]
         params = content.get("params", {})
         is_rotated = content.get("convrot", params.get("convrot", False) if isinstance(params, dict) else False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InvalidInput(f"{path}: {told.name!r} is no JSON object with a format") from None
+        raise InvalidInput(f"{path}: {name!r} is no JSON object with a format") from None
     return f"{kind} with convrot" if is_rotated else str(kind)
 
 
@@ -170,23 +182,24 @@ def quanto_encoding(name: str, tensors: Mapping[str, TensorHeader], path: Path) 
     codes = tensors[name]
     is_packed = name.endswith("._data._data")
     weight = name.removesuffix("._data._data" if is_packed else "._data")
-    numbers = QINT4 if is_packed else QUANTO.get(codes.dtype)
+    numbers = (QINT4 if codes.dtype == "U8" else None) if is_packed else QUANTO.get(codes.dtype)
     if numbers is None:
         raise InvalidInput(f"{path}: {weight!r} is in optimum-quanto's {codes.dtype}; allowed: qint8, qfloat8, qint4")
-    leaves = [codes]
-    for ending in ("_scale", "_shift") if is_packed else ("_scale",):
-        leaf = tensors.get(f"{weight}.{ending}")
-        if leaf is None:
-            raise InvalidInput(f"{path}: {weight!r} is in optimum-quanto's format and lacks {f'{weight}.{ending}'!r}")
-        leaves.append(leaf)
+    names = [name, *(f"{weight}.{ending}" for ending in (("_scale", "_shift") if is_packed else ("_scale",)))]
+    for missing in names:
+        if missing not in tensors:
+            raise InvalidInput(f"{path}: {weight!r} is in optimum-quanto's format and lacks {missing!r}")
+    leaves = tuple(tensors[each] for each in names)
     dtype = leaves[1].dtype
     if dtype not in WIDE_DTYPES or any(leaf.dtype != dtype for leaf in leaves[1:]):
         given = " and ".join(leaf.dtype for leaf in leaves[1:])
         raise InvalidInput(f"{path}: scales of {weight!r} are {given}; allowed: F32, F16 or BF16, all the same")
+    if not is_packed and leaves[1].shape not in ((), (codes.shape[0], *[1] * (len(codes.shape) - 1))):
+        raise InvalidInput(f"{path}: {names[1]!r} is {list(leaves[1].shape)}, and {name!r} {list(codes.shape)}")
     layer = weight.removesuffix(".weight")
-    beside = (f"{layer}.{each}" for each in ("input_scale", "output_scale"))
-    own = {leaf.name for leaf in leaves} | {each for each in beside if each in tensors}
-    return weight, StoredEncoding(numbers=numbers, dtype=dtype, leaves=tuple(leaves)), own
+    beside = (f"{layer}.{each}" for each in QUANTO_BESIDE)
+    own = {*names, *(each for each in beside if each in tensors)}
+    return weight, StoredEncoding(numbers=numbers, dtype=dtype, leaves=leaves), own
 
 
 def told_dtypes(metadata: Mapping[str, str]) -> Mapping[str, str]:
@@ -199,6 +212,10 @@ def told_dtypes(metadata: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def usual_dtype(tensors: Iterable[TensorHeader]) -> str:
-    """Return the dtype that most tensors of 16 or 32 bits have."""
-    counts = Counter(tensor.dtype for tensor in tensors if tensor.dtype in WIDE_DTYPES and len(tensor.shape) > 0)
+    """Return the dtype that most tensors of 16 or 32 bits have, without what belongs to encoded weights."""
+    counts = Counter(
+        tensor.dtype
+        for tensor in tensors
+        if tensor.dtype in WIDE_DTYPES and not tensor.name.endswith(BESIDE_ENDINGS) and tensor.shape
+    )
     return max(counts, key=lambda dtype: counts[dtype], default="BF16")

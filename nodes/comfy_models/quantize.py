@@ -45,7 +45,7 @@ class HighwaterQuantizeFile(io.ComfyNode):
                     tooltip=(
                         "fp8-scaled: half of 16 bits, an error of 0.027 in each weight. int8: half, 0.009. Both are "
                         "for ComfyUI's own loaders, too. qint8, qfloat8: half, 0.009 and 0.027; qint4: 0.27 of 16 "
-                        "bits, 0.1. These are optimum-quanto's tensors, for Python and pipelines."
+                        "bits, 0.1. These are optimum-quanto's tensors, for Python."
                     ),
                 ),
                 io.String.Input(
@@ -109,7 +109,7 @@ class HighwaterQuantizeFile(io.ComfyNode):
         if problem is not None:
             raise InvalidInput(f"name {shown(name)} {problem}; allowed: a name such as flux-int8{ENDING}, or none")
         source = Path(find_model_file(folder, own))
-        target = source.with_name(named_safetensors(name) if name else f"{source.stem}-{to}{ENDING}")
+        target = source.with_name(target_name(own, to, name))
         if target.exists() and not replace:
             raise InvalidInput(f"{target.name} exists already; name another one, or turn replace on")
         show = on_bar(set_progress)
@@ -135,5 +135,8 @@ def quantizable_files() -> list[str]:
     ]
 
 
-def named_safetensors(name: str) -> str:
+def target_name(source: str, to: str, name: str) -> str:
+    """Return the name of the new file in its folder."""
+    if not name:
+        return f"{Path(source).stem}-{to}{ENDING}"
     return name if name.lower().endswith(SAFETENSORS) else f"{name}{ENDING}"

@@ -185,4 +185,4 @@ def test_a_file_of_another_library_is_refused_with_who_loads_it(
     graph.keep(sample_flux(graph, Loaders().diffusion_model(graph, path.name)))
     refused = gpu_host.run(graph.nodes)
     assert refused.outcome == "error"
-    assert "is in optimum-quanto's format, which is for load_model and Load Pipeline here" in refused.error
+    assert "is in optimum-quanto's format, which is for load_model here" in refused.error

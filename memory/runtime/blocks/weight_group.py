@@ -287,7 +287,12 @@ class WeightGroup:
         Raises as `read_weights` and `EncodedForm.measure`.
         """
         weights = read_weights(slots, source, drop_pages=True)
-        return [self.as_it_computes(slot, weight) for slot, weight in zip(slots, weights, strict=True)]
+        return [
+            weight
+            if source.has_encoded(slot.spec, self.encoded.get(self.place_of(slot)))
+            else self.as_it_computes(slot, weight)
+            for slot, weight in zip(slots, weights, strict=True)
+        ]
 
     def as_it_computes(self, slot: ParameterSlot, weight: torch.Tensor) -> torch.Tensor:
         """Return what a weight is once it was encoded and decoded, if it rests encoded."""

@@ -297,9 +297,7 @@ class WeightsAtRest:
         decoded = [
             slot
             for index, slot in enumerate(self.slots)
-            if slot.held.is_meta
-            and source.is_encoded(slot.spec)
-            and not source.has_encoded(slot.spec, self.encoded.get(index))
+            if source.is_encoded(slot.spec) and not source.has_encoded(slot.spec, self.encoded.get(index))
         ]
         fill_slots(decoded, source)
         names_decoded = {slot.spec.name for slot in decoded}

@@ -13,8 +13,8 @@ from torch import nn
 
 from highwater.memory import load_model, load_weights, manage, quantize_file
 from highwater.memory.errors import InvalidInput
+from highwater.memory.transfer import devices
 from highwater.memory.weights.known_forms import FORMS
-from highwater.memory.weights.safetensors_header import read_header
 
 WORDS = {"fp8-scaled": "fp8 scaled", "int8": "int8", "qint8": "qint8", "qint4": "qint4", "qfloat8": "qfloat8"}
 X = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
@@ -164,10 +164,6 @@ def test_fewer_bytes_reach_the_device(tmp_path: Path, machine) -> None:
 # -- files of others
 
 
-def layer_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path)
-
-
 @torch.no_grad()
 def test_a_scale_that_is_no_power_of_two_is_taken_as_it_is(tmp_path: Path, machine) -> None:
     path, plain = make(tmp_path, "fp8-scaled")
@@ -204,22 +200,32 @@ def test_the_older_scaled_fp8_and_scales_per_row_are_read(tmp_path: Path) -> Non
 
 
 @torch.no_grad()
-def test_a_layer_outside_of_blocks_may_be_quantized_too(tmp_path: Path, machine) -> None:
-    path, plain = make(tmp_path, "int8")
+def with_quantized_head(folder: Path, word: str) -> tuple[Path, Net]:
+    """Return as `make`, with a matrix quantized that is in no block."""
+    path, plain = make(folder, word)
     tensors = load_file(path)
-    form = FORMS["int8"][1]().measure(plain.head.weight, name="w")
-    codes, scales = form.encode(plain.head.weight)
-    told = torch.frombuffer(bytearray(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
-    tensors |= {"head.weight": codes, "head.weight_scale": scales[:, None], "head.comfy_quant": told}
+    form: Any = FORMS[WORDS[word]][1]().measure(plain.head.weight, name="w")
+    leaves = form.encode(plain.head.weight)
+    kind = "int8_tensorwise" if word == "int8" else "float8_e4m3fn"
+    told = torch.frombuffer(bytearray(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+    scale = leaves[1][:, None] if word == "int8" else torch.tensor(form.factor)
+    tensors |= {"head.weight": leaves[0], "head.weight_scale": scale, "head.comfy_quant": told}
     save_file(tensors, path)
-    plain.head.weight.copy_(form.decode([codes, scales], torch.float32))
-    for tier in ("host", "disk"):
-        with machine(4) as manager:
-            net = load_model(path, Net)
-            with manage({"diffusion": net}, "gpu:0=0.8MiB", placement=f"gpu:0:{tier}", manager=manager):
-                for _ in range(2):
-                    assert torch.equal(net(X).cpu(), plain(X))
-                    manager.ledger.check()
+    plain.head.weight.copy_(form.decode(leaves, torch.float32))
+    return path, plain
+
+
+@pytest.mark.parametrize("word", ["int8", "fp8-scaled"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@torch.no_grad()
+def test_a_layer_outside_of_blocks_may_be_quantized_too(tmp_path: Path, machine, tier: str, word: str) -> None:
+    path, plain = with_quantized_head(tmp_path, word)
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "gpu:0=0.8MiB", placement=f"gpu:0:{tier}", manager=manager):
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), plain(X))
+                manager.ledger.check()
 
 
 def change(path: Path, what: str) -> None:
@@ -242,6 +248,14 @@ def change(path: Path, what: str) -> None:
             tensors[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         case "no JSON":
             tensors[f"{layer}.comfy_quant"] = torch.zeros(7, dtype=torch.uint8)
+        case "columns":
+            square = torch.zeros(256, 256, dtype=torch.int8)
+            tensors[f"{layer}.weight"], tensors[f"{layer}.weight_scale"] = square, torch.ones(1, 256)
+        case "codes":
+            tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"].view(torch.float8_e5m2)
+        case "older, no weight":
+            del tensors[f"{layer}.weight"], tensors[f"{layer}.comfy_quant"]
+            tensors[f"{layer}.scale_weight"] = torch.ones(())
         case "shape":
             tensors[f"{layer}.weight"] = tensors[f"{layer}.weight"][:, :100].clone()
         case "bitsandbytes":
@@ -252,13 +266,16 @@ def change(path: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("no scale", r"blocks\.2\.up is in ComfyUI's format 'int8_tensorwise' and lacks 'blocks\.2\.up\.weight_scale'"),
-        ("few scales", r"'blocks\.2\.up\.weight_scale' has 5 scales, and 'blocks\.2\.up\.weight' 192 rows"),
+        ("no scale", r"blocks\.2\.up is in ComfyUI's quantized format and lacks 'blocks\.2\.up\.weight_scale'"),
+        ("few scales", r"'blocks\.2\.up\.weight_scale' is \[5, 1\], and 'blocks\.2\.up\.weight' has 192 rows"),
         ("one scale", r"blocks\.2\.up is int8_tensorwise with one scale for all rows, which is for ComfyUI's own"),
         ("scale dtype", r"'blocks\.2\.up\.weight_scale' is F16, expected F32"),
         ("format", r"blocks\.2\.up is in ComfyUI's format 'nvfp4', which is for ComfyUI's own loaders"),
         ("convrot", r"format 'int8_tensorwise with convrot', which is for ComfyUI's own loaders"),
         ("no JSON", r"'blocks\.2\.up\.comfy_quant' is no JSON object with a format"),
+        ("columns", r"'blocks\.2\.up\.weight_scale' is \[1, 256\], and 'blocks\.2\.up\.weight' has 256 rows"),
+        ("codes", r"'blocks\.2\.up\.weight' is F8_E5M2 \[192, 256\], and its format is 'int8_tensorwise'"),
+        ("older, no weight", r"blocks\.2\.up is in ComfyUI's quantized format and lacks 'blocks\.2\.up\.weight'"),
         ("shape", r"blocks\.2\.up\.weight is I8 \[192, 100\], F32 \[192, 1\] in int8, which does not fit \[192, 256\]"),
         ("bitsandbytes", "is in bitsandbytes' format, which is for bitsandbytes"),
     ],
@@ -271,10 +288,125 @@ def test_a_file_that_is_not_what_it_says_is_refused_in_one_line(tmp_path: Path, 
     assert "\n" not in str(refused.value) and str(path) in str(refused.value)
 
 
-def test_headers_are_read_alone(tmp_path: Path) -> None:
-    path, _ = make(tmp_path, "qint8")
-    header = read_header(path)
-    assert {tensor.name for tensor in header.tensors if "blocks.0.up" in tensor.name} == {
-        "blocks.0.up.weight._data", "blocks.0.up.weight._scale", "blocks.0.up.bias", "blocks.0.up.input_scale",
-        "blocks.0.up.output_scale",
-    }  # fmt: skip
+# -- where weights go
+
+
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_another_profile_or_tier_leaves_codes_as_they_are(tmp_path: Path, machine, word: str) -> None:
+    path, plain = make(tmp_path, word, torch.bfloat16)
+    x = X.bfloat16()
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "gpu:0=0.45MiB", placement="gpu:0:host", manager=manager) as managed:
+            (before,) = managed.plan.components
+            for asked in (
+                {"profile": "gpu:0=0.5MiB"},
+                {"placement": "gpu:0:disk"},
+                {"profile": "auto"},
+                {"placement": "gpu:0:host"},
+                {"placement": "gpu:0:pinned", "profile": "gpu:0=0.45MiB"},
+            ):
+                managed.reprofile(**asked)
+                (plan,) = managed.plan.components
+                assert plan.forms == before.forms and plan.weight_bytes == before.weight_bytes
+                assert torch.equal(net(x).cpu(), plain(x))
+                manager.ledger.check()
+
+
+@pytest.mark.parametrize("word", ["int8", "fp8-scaled"])
+@torch.no_grad()
+def test_a_layer_outside_of_blocks_goes_to_disk_and_back(tmp_path: Path, machine, word: str) -> None:
+    path, plain = with_quantized_head(tmp_path, word)
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "gpu:0=0.8MiB", placement="gpu:0:host", manager=manager) as managed:
+            for placement in ("gpu:0:host", "gpu:0:disk", "gpu:0:pinned"):
+                managed.reprofile(placement=placement)
+                assert torch.equal(net(X).cpu(), plain(X))
+                manager.ledger.check()
+
+
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_other_code_gets_what_computes(tmp_path: Path, machine, word: str) -> None:
+    path, plain = make(tmp_path, word, torch.bfloat16)
+    want = plain.blocks[2].up.weight
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "gpu:0=0.45MiB", placement="gpu:0:disk", manager=manager):
+            assert torch.equal(net.blocks[2].up.weight.to("sim:0").cpu(), want)
+            assert torch.equal(net.blocks[2].up.weight.clone().cpu(), want)
+            assert torch.equal(net(X.bfloat16()).cpu(), plain(X.bfloat16()))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("word", ["fp8-scaled", "qfloat8", "int8"])
+@torch.no_grad()
+def test_a_device_without_float8_gets_wide_weights(
+    tmp_path: Path, machine, monkeypatch: pytest.MonkeyPatch, word: str, tier: str
+) -> None:
+    path, plain = make(tmp_path, word)
+    monkeypatch.setitem(devices.WITH_FLOAT8, "sim", False)
+    with machine(4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, "auto", placement=f"gpu:0:{tier}", manager=manager) as managed:
+            said = "has no float8: 12 weights are widened as they are read, and rest so"
+            assert (said in managed.plan.text()) == (word != "int8")
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), plain(X))
+                manager.ledger.check()
+
+
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_names_may_have_a_prefix(tmp_path: Path, machine, word: str) -> None:
+    path, plain = make(tmp_path, word)
+    tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path)
+    with machine(4) as manager:
+        net = load_model(path, Net, prefix="model.diffusion_model.")
+        with manage({"diffusion": net}, "gpu:0=0.8MiB", placement="gpu:0", manager=manager):
+            assert torch.equal(net(X).cpu(), plain(X))
+    other = Net().requires_grad_(False)
+    load_weights(other, path, prefix="model.diffusion_model.")
+    assert torch.equal(other(X), plain(X))
+
+
+@torch.no_grad()
+def test_the_file_can_be_named_to_manage(tmp_path: Path, machine) -> None:
+    path, plain = make(tmp_path, "int8")
+    with torch.device("meta"):
+        net = Net().eval().requires_grad_(False)
+    with machine(4) as manager:
+        asked = {"files": {"diffusion": path}, "placement": "gpu:0:disk"}
+        with manage({"diffusion": net}, "gpu:0=0.8MiB", manager=manager, **asked):
+            assert torch.equal(net(X).cpu(), plain(X))
+
+
+@torch.no_grad()
+def test_without_biases_and_metadata_most_other_weights_say_the_dtype(tmp_path: Path) -> None:
+    path, _ = make(tmp_path, "int8", torch.bfloat16)
+    save_file({name: tensor for name, tensor in load_file(path).items() if "bias" not in name}, path)
+
+    class WithoutBiases(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            for part in self.modules():
+                if getattr(part, "bias", None) is not None:
+                    part.bias = None
+
+    net = load_model(path, WithoutBiases)
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_progress_counts_all_that_is_read(tmp_path: Path, machine) -> None:
+    path, _ = make(tmp_path, "int8")
+    told: list[tuple[int, int]] = []
+    with machine(4) as manager:
+        end = manager.watch_loading(lambda name, done, total: told.append((done, total)))
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, placement="gpu:0:host", manager=manager):
+            end()
+    assert told and told[-1][0] == told[-1][1] and told == sorted(told)
