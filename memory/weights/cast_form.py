@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from ..errors import InvalidInput
-from .storage_form import EncodedForm
+from .storage_form import EncodedForm, empty_codes
 
 __all__ = ["LEAST_SCALE", "CastForm", "code_limit", "find_scale", "largest_of", "narrow"]
 
@@ -45,7 +45,7 @@ class CastForm(EncodedForm):
 
     @classmethod
     def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.empty_like(weight, dtype=cls.stored, device="meta")]
+        return [empty_codes(weight, cls.stored)]
 
     @classmethod
     def measure(cls: type[Own], weight: torch.Tensor, *, name: str) -> Own:

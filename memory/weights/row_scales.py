@@ -15,7 +15,7 @@ import torch
 
 from .cast_form import LEAST_SCALE, code_limit, largest_of
 from .known_forms import INT8, ROW_E5M2, ROW_FP8
-from .storage_form import EncodedForm
+from .storage_form import EncodedForm, empty_codes
 
 __all__ = ["Int8", "RowE5m2", "RowForm", "RowFp8"]
 
@@ -32,8 +32,8 @@ class RowForm(EncodedForm):
 
     @classmethod
     def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
-        codes = torch.empty_like(weight, dtype=cls.stored, device="meta")
-        return [codes, torch.empty(weight.shape[0], dtype=cls.scale_dtype(weight), device="meta")]
+        scales = torch.empty(weight.shape[0], dtype=cls.scale_dtype(weight), device="meta")
+        return [empty_codes(weight, cls.stored), scales]
 
     @classmethod
     def scale_dtype(cls, weight: torch.Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 
 from .form_numbers import FormNumbers
 
-__all__ = ["AS_STORED", "EncodedForm", "StorageForm"]
+__all__ = ["AS_STORED", "EncodedForm", "StorageForm", "empty_codes"]
 
 Own = TypeVar("Own", bound="EncodedForm")
 
@@ -35,6 +35,16 @@ class StorageForm:
 
 
 AS_STORED = StorageForm()
+
+
+def empty_codes(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory that is laid out as a weight.
+
+    The first `torch.empty_like` of a tensor without memory imports sympy, which takes half a second.
+    """
+    if weight.is_contiguous():
+        return torch.empty(weight.shape, dtype=dtype, device="meta")
+    return torch.empty_like(weight, dtype=dtype, device="meta")
 
 
 class EncodedForm(StorageForm, ABC):

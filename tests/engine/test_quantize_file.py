@@ -337,7 +337,7 @@ def test_wrong_targets_and_forms_are_refused(tmp_path: Path) -> None:
     target = tmp_path / "out.safetensors"
     target.write_bytes(b"mine")
     for path, form, why in (
-        (target, "int8", "exists already; name another file, or replace it \(--force\)"),
+        (target, "int8", r"exists already; name another file, or replace it \(--force\)"),
         (source, "int8", "is the file that is read"),
         (tmp_path, "int8", "is a folder"),
         (tmp_path / "no" / "out.safetensors", "int8", "no such folder"),

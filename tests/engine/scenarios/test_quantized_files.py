@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +412,22 @@ def test_progress_counts_all_that_is_read(tmp_path: Path, machine) -> None:
         with manage({"diffusion": net}, placement="gpu:0:host", manager=manager):
             end()
     assert told and told[-1][0] == told[-1][1] and told == sorted(told)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_loading_imports_no_algebra_system(tmp_path: Path, word: str) -> None:
+    """Torch imports sympy, which takes half a second, for some operations on tensors without memory."""
+    path, _ = make(tmp_path, word)
+    script = f"""
+import sys
+from highwater.memory import load_model, manage
+from highwater.tests.engine.scenarios.test_quantized_files import Net, X
+import torch
+assert "sympy" not in sys.modules
+net = load_model({str(path)!r}, Net)
+with torch.no_grad(), manage({{"diffusion": net}}, placement="cpu"):
+    net(X)
+assert "sympy" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
