@@ -184,7 +184,7 @@ def copy(source: str, target: str) -> dict[str, Any]:
 
 
 def quantize(source: str, target: str, form: str) -> dict[str, Any]:
-    from highwater.memory.quantize_file import quantize_file
+    from highwater.memory.quantizing import quantize_file
 
     return measured(lambda: quantize_file(source, target, form))
 

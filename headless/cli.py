@@ -155,7 +155,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_quantize(options: argparse.Namespace) -> int:
-    from ..memory.quantize_file import quantize_file
+    from ..memory.quantizing import quantize_file
     from .commands.console import Console
 
     console = Console(quiet=options.json)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .options.precision import Precision
     from .options.profile import OffloadProfile
     from .outside_caches import Registration, register_component
-    from .quantize_file import QuantizedFile, quantize_file
+    from .quantizing import QuantizedFile, quantize_file
     from .verification.findings import Verification
     from .weights.discovery import discover_components
 
@@ -57,7 +57,7 @@ _, __getattr__ = lazy_names(
         "options.precision": ["Precision"],
         "options.profile": ["OffloadProfile"],
         "outside_caches": ["Registration", "register_component"],
-        "quantize_file": ["QuantizedFile", "quantize_file"],
+        "quantizing": ["QuantizedFile", "quantize_file"],
         "verification.findings": ["Verification"],
         "weights.discovery": ["discover_components"],
     },

@@ -29,7 +29,7 @@ from .manager.steered import SteeredComponent, SteeringHost
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import DEFAULT_PRECISION, Precision, PrecisionRequest, precision_for
 from .options.profile import OffloadProfile
-from .quantize_file import quantize_tensors
+from .quantizing import quantize_tensors
 from .repeated_call import has_hooks_of_others, repeat_if_short
 from .runtime.blocks.pristine_slab import KnownOrigins
 from .runtime.forwards.recording_pauses import host_recordings

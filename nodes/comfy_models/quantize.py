@@ -99,7 +99,7 @@ class HighwaterQuantizeFile(io.ComfyNode):
     @classmethod
     def execute(cls, file: str, to: str, exclude: str = "", name: str = "", replace: bool = False) -> io.NodeOutput:
         from ...memory.errors import InvalidInput, without_folders
-        from ...memory.quantize_file import quantize_file
+        from ...memory.quantizing import quantize_file
         from ..progress import on_bar, set_progress
 
         folder, _, own = file.partition("/")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from highwater.memory.quantize_file import quantize_file
+from highwater.memory.quantizing import quantize_file
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptRefused, PromptResult
 

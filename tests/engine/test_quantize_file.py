@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from highwater.memory.errors import InvalidInput
-from highwater.memory.quantize_file import quantize_file
+from highwater.memory.quantizing import quantize_file
 from highwater.memory.weights import file_writer
 from highwater.memory.weights.known_forms import FORMS
 from highwater.memory.weights.safetensors_header import read_header
@@ -261,7 +261,7 @@ def test_memory_holds_one_tensor(tmp_path: Path) -> None:
     script = f"""
 import re, torch
 from optimum import quanto
-from highwater.memory.quantize_file import quantize_file
+from highwater.memory.quantizing import quantize_file
 def private():
     text = open("/proc/self/smaps_rollup").read()
     return 1024 * int(re.search(r"Private_Dirty: +([0-9]+)", text)[1])
@@ -366,3 +366,10 @@ def test_a_file_that_comes_meanwhile_is_kept(tmp_path: Path) -> None:
         quantize_file(source, target, "int8", progress=come)
     assert target.read_bytes() == b"another's"
     only(tmp_path, "in.safetensors", "out.safetensors")
+
+
+def test_the_package_gives_the_function_whatever_was_imported_before() -> None:
+    import highwater
+    from highwater import memory
+
+    assert highwater.quantize_file is memory.quantize_file is quantize_file
