@@ -24,6 +24,7 @@ from .safetensors_header import DTYPE_BITS
 __all__ = ["FileWriter", "WrittenTensor", "refuse_existing"]
 
 ALIGNMENT = 64
+CANNOT_WRITE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT}
 UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 WrittenTensor = tuple[str, str, tuple[int, ...]]
@@ -37,7 +38,7 @@ class FileWriter:
         replaces: whether a file that is there already is replaced; else it is an error, also one that comes meanwhile.
 
     Raises:
-        InvalidInput: there is a file already, or no such folder.
+        InvalidInput: there is a file already, or what is no file; no such folder, or none that can be written to.
         OSError: of the system, such as a full disk: there is no new file then, and the one that was there is as it was.
     """
 
@@ -69,7 +70,12 @@ class FileWriter:
         refuse_existing(self.path, self.replaces)
         unfinished = self.path.with_name(f".{self.path.name[:100]}.{secrets.token_hex(4)}.unfinished")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        self.descriptor = os.open(unfinished, flags, 0o666)
+        try:
+            self.descriptor = os.open(unfinished, flags, 0o666)
+        except OSError as error:
+            if error.errno not in CANNOT_WRITE:
+                raise
+            raise InvalidInput(f"{self.path.parent}: nothing can be written there: {error.strerror}") from None
         self.unfinished = unfinished
         try:
             with suppress(AttributeError):  # not on Windows and macOS
@@ -139,6 +145,8 @@ def refuse_existing(path: Path, replaces: bool) -> None:
         raise InvalidInput(f"{path.parent}: no such folder; make it first")
     if path.is_dir():
         raise InvalidInput(f"{path}: is a folder; name the file that is to be written in it")
+    if path.exists() and not path.is_file():  # a pipe or a device: a file in its place would take it from the system
+        raise InvalidInput(f"{path}: is no regular file; name another one")
     if path.exists() and not replaces:
         raise InvalidInput(f"{path}: exists already; name another file, or replace it (--force)")
 

@@ -39,7 +39,7 @@ class OwnInt8:
             return tensors
         made = quantize_tensors(path, tensors, self.precision)
         if made.num_weights:
-            self.notes.append(made.text())
+            self.notes = [made.text()]  # once, also where the file is read a second time
             self.request = replace(self.request, precision=Precision.AS_STORED)
         return made.tensors
 

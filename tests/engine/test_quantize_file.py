@@ -354,6 +354,28 @@ def test_wrong_targets_and_forms_are_refused(tmp_path: Path) -> None:
     only(tmp_path, "in.safetensors", "out.safetensors")
 
 
+def test_what_is_no_file_is_never_replaced(tmp_path: Path) -> None:
+    source, _ = make_source(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    linked = tmp_path / "linked.safetensors"
+    linked.symlink_to(pipe)
+    for target in (pipe, linked):
+        with pytest.raises(InvalidInput, match="is no regular file; name another one"):
+            quantize_file(source, target, "int8", replaces=True)
+    assert pipe.is_fifo() and linked.is_symlink()
+    with pytest.raises(InvalidInput, match=r"^/proc: nothing can be written there: "):
+        quantize_file(source, "/proc/new.safetensors", "int8")
+
+
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
+    source, _ = make_source(tmp_path)
+    (tmp_path / "real.safetensors").write_bytes(b"older")
+    (tmp_path / "link.safetensors").symlink_to("real.safetensors")
+    quantize_file(source, tmp_path / "link.safetensors", "int8", replaces=True)
+    assert (tmp_path / "link.safetensors").is_symlink() and len(load_file(tmp_path / "real.safetensors")) > 6
+
+
 def test_a_file_that_comes_meanwhile_is_kept(tmp_path: Path) -> None:
     source, _ = make_source(tmp_path)
     target = tmp_path / "out.safetensors"
