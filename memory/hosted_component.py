@@ -39,7 +39,7 @@ from .verification.comparison import same_bits
 from .verification.findings import Verification
 from .verify_hosted import Comparison
 from .weights.component import Component
-from .weights.file_layouts import describe_foreign
+from .weights.file_layouts import describe_for_host
 from .weights.form_numbers import rests_of
 from .weights.mapped_files import find_sources
 from .weights.module_component import component_from_module
@@ -389,9 +389,9 @@ def refuse_damaged(path: str) -> None:
     Raises:
         InvalidInput: it is damaged, or in a quantized format of other libraries; names who loads that.
     """
-    foreign = describe_foreign(read_header(path))
-    if foreign:
-        raise InvalidInput(f"{path}: {foreign}")
+    found = describe_for_host(tensor.name for tensor in read_header(path).tensors)
+    if found:
+        raise InvalidInput(f"{path}: {found}")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def quantize_file(
     target = Path(os.path.realpath(target))  # of a link, the file that it names
     refuse_existing(target, replaces)
     headers = [read_header(path) for path in paths]
-    quantized = describe_quantized(headers)
+    quantized = describe_quantized(tensor.name for header in headers for tensor in header.tensors)
     if quantized:
         raise InvalidInput(f"{headers[0].path}: {quantized}; quantize the file from which it was made")
     seen: set[str] = set()
@@ -216,7 +216,7 @@ def quantize_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], prec
     header, numbers = read_header(path), find_layout(precision.name)
     made = dict(tensors)
     num_weights = before_bytes = after_bytes = 0
-    if not describe_quantized([header]):
+    if not describe_quantized(tensor.name for tensor in header.tensors):
         kind, limit = encoded_form(numbers), limit_of(precision, numbers)
         for spec, reason in sort_weights(described([header.path], [header]), precision, numbers):
             weight = made.get(spec.name)

@@ -31,7 +31,7 @@ __all__, __getattr__ = lazy_names(
         "file_layouts": [
             "FILE_FORMS",
             "FileTensor",
-            "describe_foreign",
+            "describe_for_host",
             "describe_quantized",
             "file_tensors",
             "in_base64",

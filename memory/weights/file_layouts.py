@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from .component import TensorSpec
 from .form_numbers import FormNumbers
 from .known_forms import INT8, QFLOAT8, QINT4, QINT8, SCALED_FP8, quanto_group
-from .safetensors_header import WeightsHeader
 
 __all__ = [
     "FILE_FORMS",
-    "LAYOUTS",
     "FileTensor",
+    "describe_for_host",
     "describe_foreign",
     "describe_quantized",
     "file_tensors",
@@ -36,9 +35,7 @@ __all__ = [
 COMFY_FORMATS = {SCALED_FP8.name: "float8_e4m3fn", INT8.name: "int8_tensorwise"}
 QUANTO_TYPES = {QINT8.name: "qint8", QINT4.name: "qint4", QFLOAT8.name: "qfloat8_e4m3fn"}
 CODES = {SCALED_FP8.name: "F8_E4M3", INT8.name: "I8", QINT8.name: "I8", QINT4.name: "U8", QFLOAT8.name: "F8_E4M3"}
-LAYOUTS = dict.fromkeys(COMFY_FORMATS, "comfy_quant") | dict.fromkeys(QUANTO_TYPES, "quanto")
-"""By form: what its files are called."""
-FILE_FORMS = {name.replace(" ", "-"): name for name in LAYOUTS}
+FILE_FORMS = {name.replace(" ", "-"): name for name in CODES}
 """The forms in which files are written, by the words that have no blank."""
 
 # What the names of quantized files' tensors end with, what they are called, and what loads them.
@@ -66,7 +63,7 @@ class FileTensor:
 
 
 def file_tensors(numbers: FormNumbers, weight: TensorSpec) -> list[FileTensor]:
-    """Return the tensors that a file has of a weight in a form, which is one of `LAYOUTS`."""
+    """Return the tensors that a file has of a weight in a form, which is one of `FILE_FORMS`."""
     layer = weight.name.removesuffix(".weight")
     codes = CODES[numbers.name]
     if numbers.name in COMFY_FORMATS:
@@ -117,18 +114,25 @@ def in_base64(value: Mapping[str, object]) -> str:
     return binascii.b2a_base64(json.dumps(value).encode(), newline=False).decode()
 
 
-def describe_foreign(header: WeightsHeader) -> str:
-    """Return in which quantized format a file is that ComfyUI's own models have no use for; else empty."""
-    endings, called, loaders = next(
-        (sign for sign in SIGNS[1:] if any(tensor.name.endswith(sign[0]) for tensor in header.tensors)), ((), "", "")
-    )
-    return f"is in {called}, which is for {loaders}" if endings else ""
+def describe_foreign(names: Iterable[str]) -> str:
+    """Return in which quantized format of other libraries a file is, by its tensors' names, and what loads it."""
+    return describe(names, SIGNS[2:])
 
 
-def describe_quantized(headers: Iterable[WeightsHeader]) -> str:
-    """Return in which quantized format files are, and what loads it; empty where they are in none that is known."""
-    names = [tensor.name for header in headers for tensor in header.tensors]
-    for endings, called, loaders in SIGNS:
-        if any(name.endswith(endings) for name in names):
-            return f"is in {called} already, which is for {loaders}"
+def describe_for_host(names: Iterable[str]) -> str:
+    """Return the same of formats that ComfyUI's own models cannot be loaded from."""
+    return describe(names, SIGNS[1:])
+
+
+def describe_quantized(names: Iterable[str]) -> str:
+    """Return the same of all formats that are known."""
+    return describe(names, SIGNS)
+
+
+def describe(names: Iterable[str], signs: Sequence[tuple[tuple[str, ...], str, str]]) -> str:
+    """Return the first of these formats that a name shows, and what loads it; empty where there is none."""
+    known = list(names)
+    for endings, called, loaders in signs:
+        if any(name.endswith(endings) for name in known):
+            return f"is in {called}, which is for {loaders}"
     return ""

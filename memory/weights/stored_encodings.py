@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import InvalidInput
 from .component import TensorSpec
-from .file_layouts import SIGNS
+from .file_layouts import describe_foreign
 from .form_numbers import WIDE_DTYPES, FormNumbers
 from .known_forms import INT8, QFLOAT8, QINT4, QINT8, ROW_E5M2, ROW_FP8, SCALED_E5M2, SCALED_FP8
 from .safetensors_header import TensorHeader
@@ -113,9 +113,9 @@ def find_encodings(
         used |= own
     if found:
         used |= {name for name in tensors if name.rpartition(".")[2] == "scaled_fp8"}
-    others = [(called, who) for endings, called, who in SIGNS[2:] if any(name.endswith(endings) for name in tensors)]
-    if others:
-        raise InvalidInput(f"{path}: is in {others[0][0]}, which is for {others[0][1]}")
+    foreign = describe_foreign(tensors)
+    if foreign:
+        raise InvalidInput(f"{path}: {foreign}")
     return found, used
 
 
