@@ -1,14 +1,16 @@
-"""Part e: eight bits on the card: where widening is queued, what it costs, and steps in eight bits beside bf16.
+"""Part e: encoded weights on the card: where widening is queued, what it costs, and steps in each form beside bf16.
 
 ``python -m highwater.benchmarks.gpu.widening REQUEST`` is the process that measures.
 
 The first rows are of twelve stand-ins of a block, four matrices of 113 million weights, with so many tokens: on the
 card in eight bits, or copied to it from page-locked memory in each pass. They are widened on the compute stream into
 one scratch memory, or on a stream of its own into two in turn, so that the next one is widened while one computes.
+Then what each form takes to widen such a block, and whether that gives the same bits as on the CPU.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -31,7 +33,7 @@ NUM_BLOCKS, NUM_TIMES = 12, 4
 WIDTHS = {"12B": 3072, "tiny": 64}
 TOKENS = (256, 1024, 4608, 16384)
 WAYS = ("not widened", "compute stream", "own stream")
-FORMS = ("as stored", "fp8 scaled")
+FORMS = ("as stored", "fp8 scaled", "int8", "qint8", "qint4")
 BUDGETS = {"12B": (0.1, 0.3, 1.0), "tiny": (0.6, 1.0)}
 
 
@@ -48,6 +50,10 @@ def block_key(tokens: int, *, streams: bool) -> str:
     return f"{tokens} tokens, {'copied' if streams else 'on the card'}"
 
 
+def form_key(form: str) -> str:
+    return f"widening {form}"
+
+
 def step_key(form: str, share: float) -> str:
     return f"{form}, {share:.0%}"
 
@@ -56,6 +62,7 @@ def keys(size: str) -> Iterator[str]:
     for tokens in TOKENS:
         for streams in (False, True):
             yield block_key(tokens, streams=streams)
+    yield from map(form_key, FORMS[1:])
     for form in FORMS:
         yield from (step_key(form, share) for share in BUDGETS[size])
 
@@ -91,6 +98,15 @@ def tabulate(rows: Sequence[RecordedRow], setting: Setting) -> list[Result]:
             gains += [] if gain is None else [gain]
             told = {way: f"{1e3 * times[way]:.3f}" if times.get(way) else "-" for way in WAYS}
             blocks.append({"block": key, **told, "own over compute stream": "-" if gain is None else f"{gain:.3f}"})
+    widenings = [
+        {
+            "form": form,
+            "ms": cell(row.error) or f"{1e3 * row.values['seconds']:.3f}",
+            "as on the CPU": row.values.get("is_equal", "-"),
+        }
+        for form in FORMS[1:]
+        if (row := by_key.get(form_key(form))) is not None
+    ]
     steps, ratios = [], []
     for form in FORMS:
         for share in BUDGETS[size]:
@@ -123,13 +139,22 @@ def tabulate(rows: Sequence[RecordedRow], setting: Setting) -> list[Result]:
                 meaning="a stream of its own over the compute stream, the best of them",
             )
         )
+    if widenings:
+        results.append(
+            Result(
+                question=f"Milliseconds to widen a block of 113 million weights to bf16 on {name}, by its form.",
+                rows=widenings,
+                ratio=float(all(row["as on the CPU"] for row in widenings)),
+                meaning="1 where all of them give the same bits as on the CPU",
+            )
+        )
     if steps:
         results.append(
             Result(
                 question=f"A step of a {size} Flux transformer on {name}; budgets are parts of its weights in bf16.",
                 rows=steps,
                 ratio=max(ratios, default=float("nan")),
-                meaning="seconds of a step in eight bits over bf16 within the same budget, the worst",
+                meaning="seconds of a step in such a form over bf16 within the same budget, the worst",
             )
         )
     return results
@@ -159,16 +184,23 @@ def measure_all(request: Request) -> None:
             key = block_key(tokens, streams=streams)
             if key not in request.measured:
                 emit(key, measure_blocks(device, WIDTHS[request.size], tokens, streams=streams))
+    for form in FORMS[1:]:
+        if form_key(form) not in request.measured:
+            emit(form_key(form), measure_form(device, WIDTHS[request.size], form))
     for form in FORMS:
         wanted = [share for share in BUDGETS[request.size] if step_key(form, share) not in request.measured]
         if wanted:
             measure_steps(request.size, device, form, wanted)
 
 
+def shapes_of(width: int) -> list[tuple[int, int]]:
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+
+
 @torch.no_grad()
 def measure_blocks(device: torch.device, width: int, tokens: int, *, streams: bool) -> dict[str, Any]:
     """Return the seconds of a block by the way in which it is widened; "not widened" is that of the computes alone."""
-    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    shapes = shapes_of(width)
     sizes = [rows * columns for rows, columns in shapes]
     count = sum(sizes)
     module = torch.get_device_module(device)
@@ -234,12 +266,40 @@ def measure_blocks(device: torch.device, width: int, tokens: int, *, streams: bo
 
 
 @torch.no_grad()
+def measure_form(device: torch.device, width: int, name: str) -> dict[str, Any]:
+    """Return the seconds to widen a block on the device, the best of some, and whether it is as on the CPU."""
+    from highwater.memory.weights.known_forms import FORMS as FORM_TYPES
+
+    try:
+        weights = [0.02 * torch.randn(shape, dtype=torch.bfloat16) for shape in shapes_of(width)]
+        forms = [FORM_TYPES[name][1]().measure(weight, name="weight") for weight in weights]
+        codes = [form.encode(weight) for form, weight in zip(forms, weights, strict=True)]
+        on_device = [[leaf.to(device) for leaf in leaves] for leaves in codes]
+        wide = [torch.empty_like(weight, device=device) for weight in weights]
+        best = float("inf")
+        for _ in range(1 + NUM_TIMES):
+            torch.accelerator.synchronize(device)
+            begin_s = time.perf_counter()
+            for form, leaves, target in zip(forms, on_device, wide, strict=True):
+                form.decode_into(target, leaves)
+            torch.accelerator.synchronize(device)
+            best = min(best, time.perf_counter() - begin_s)
+        decoded = [form.decode(leaves, torch.bfloat16) for form, leaves in zip(forms, codes, strict=True)]
+        is_equal = all(torch.equal(target.cpu(), want) for target, want in zip(wide, decoded, strict=True))
+        return {"seconds": best, "is_equal": is_equal}
+    except Exception as error:
+        return {"error": describe(error)}
+
+
+@torch.no_grad()
 def measure_steps(size: str, device: torch.device, form: str, shares: Sequence[float]) -> None:
     """Emit a row for each budget of one model, managed in a form."""
     from highwater.memory import MemoryManager, manage
     from highwater.memory.manager import keep_out_of_user_cache
 
     keep_out_of_user_cache()
+    gc.collect()
+    torch.accelerator.empty_cache()  # of the forms before, which the meter would take for others' memory
     model, inputs, meter = build_transformer(size), make_inputs(size, device), Meter(device)
     manager = MemoryManager()
     manager.set_watermark("*", 0, 0)

@@ -10,7 +10,7 @@ import torch
 
 from highwater.benchmarks.gpu_worker import build_transformer
 from highwater.benchmarks.gpu_worker import make_inputs as make_flux_inputs
-from highwater.memory import manage
+from highwater.memory import load_model, load_weights, manage, quantize_file
 from highwater.tests.gpu.conftest import Card
 from highwater.tests.gpu.models import build, make_inputs, reference, weight_bytes
 
@@ -37,20 +37,21 @@ def test_managed_equals_unmanaged(card: Card, share: str, dtype: torch.dtype, pl
 
 
 @pytest.mark.parametrize("share", [0.7, 0.4])
-def test_weights_in_eight_bits_decode_to_the_same_streamed_and_resident(card: Card, share: float) -> None:
-    net, inputs = build(card, dtype=torch.bfloat16), make_inputs(card, 3, torch.bfloat16)
-    outputs = {}
+@pytest.mark.parametrize("form", ["fp8 scaled", "fp8 per row", "int8", "qint8", "qint4", "qfloat8"])
+def test_encoded_weights_decode_to_the_same_streamed_and_resident(card: Card, form: str, share: float) -> None:
+    inputs = make_inputs(card, 3, torch.bfloat16)
+    outputs, decoded = [], []
     for name in (None, share):
+        net = build(card, dtype=torch.bfloat16)
         profile = as_profile(name, weight_bytes(net) // 2)
         with (
             card.manager() as manager,
-            manage(net, profile=profile, placement="gpu:0", precision="fp8 scaled", manager=manager),
+            manage(net, profile=profile, placement="gpu:0", precision=form, manager=manager),
         ):
-            outputs[name] = [net(x.to(card.torch_device)).cpu() for x in inputs]
-    plain = reference(net, card, inputs)  # released: what was encoded comes back decoded
-    for resident, streamed, decoded in zip(outputs[None], outputs[share], plain, strict=True):
-        assert torch.equal(resident, streamed)
-        assert torch.equal(resident, decoded)
+            outputs.append([net(x.to(card.torch_device)).cpu() for x in inputs])
+        decoded.append(reference(net, card, inputs))  # released: what was encoded comes back decoded
+    for results in zip(*outputs, *decoded, strict=True):
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 def test_weights_in_their_file_reach_the_card_unchanged(card: Card, tmp_path: Path) -> None:
@@ -65,6 +66,26 @@ def test_weights_in_their_file_reach_the_card_unchanged(card: Card, tmp_path: Pa
     ):
         for x, want in zip(inputs, wanted, strict=True):
             assert torch.equal(net(x.to(card.torch_device)).cpu(), want)
+
+
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host", "gpu:0:disk"], ids=["page-locked", "pageable", "disk"])
+@pytest.mark.parametrize("word", ["fp8-scaled", "int8", "qint8", "qint4", "qfloat8"])
+def test_a_quantized_file_computes_what_its_codes_stand_for(
+    card: Card, word: str, placement: str, tmp_path: Path
+) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in ("wide", "quantized")]
+    net, inputs = build(card, dtype=torch.bfloat16), make_inputs(card, 3, torch.bfloat16)
+    tied = ("out.weight",)
+    safetensors.torch.save_file({n: weight for n, weight in net.state_dict().items() if n not in tied}, paths[0])
+    quantize_file(*paths, word)
+    load_weights(net, paths[1])
+    wanted = reference(net, card, inputs)
+    for share in (None, 0.7, 0.4):
+        loaded = load_model(paths[1], lambda: build(card, dtype=torch.bfloat16))
+        profile = as_profile(share, weight_bytes(net) // 2)
+        with card.manager() as manager, manage(loaded, profile=profile, placement=placement, manager=manager):
+            for x, want in zip(inputs, wanted, strict=True):
+                assert torch.equal(loaded(x.to(card.torch_device)).cpu(), want)
 
 
 def test_an_evicted_module_comes_back_unchanged(card: Card) -> None:
