@@ -45,6 +45,7 @@ from .weights.mapped_files import find_sources
 from .weights.module_component import component_from_module
 from .weights.movable import has_packed_weights, why_not_movable
 from .weights.safetensors_header import read_header
+from .weights.side_factors import SideFactors
 
 __all__ = [
     "EVERYTHING_KEPT",
@@ -56,6 +57,7 @@ __all__ = [
     "KeepLimit",
     "ObservedModel",
     "Precision",
+    "SideFactors",
     "SteeredComponent",
     "Verification",
     "device_name",
@@ -135,9 +137,10 @@ class HostedComponent:
         if self.weights_of is not self.member:
             self.weights_of = self.member
             self.known_weights = {
-                slot.spec.name: HostedWeight(group, slot)
-                for group in self.member.managed.groups
-                for slot in group.slots
+                slot.spec.name: HostedWeight(bundle.own, slot)
+                for share in self.member.managed.shares
+                for bundle in share.bundles
+                for slot in bundle.own.slots
                 if not slot.is_buffer
             }
         return self.known_weights
@@ -279,6 +282,17 @@ class HostedComponent:
         ceilings = None if ceiling_bytes is None else {member.managed.primary.name: ceiling_bytes}
         default_manager().hosting.load(member, ceilings)
 
+    def set_factors(self, factors: Mapping[str, SideFactors]) -> None:
+        """Add these to encoded weights whenever they are decoded, by their keys, and nothing to others.
+
+        They rest and move with their blocks. Those of other ranks than before ask for `load` afterwards; others are
+        overwritten where they are, and those that are set already cost nothing.
+
+        Raises:
+            InvalidInput: a weight is not encoded, or of another shape. Nothing has changed.
+        """
+        default_manager().hosting.set_factors(self.joined(), factors)
+
     def unload(self) -> None:
         """Take it off every device; it stays packed in host memory."""
         default_manager().hosting.unload(self.joined())
@@ -365,7 +379,8 @@ class HostedComponent:
         Args:
             left_out: attributes of modules that the host keeps, and a run may change.
         """
-        slots = [slot for group in self.member.managed.groups for slot in group.slots] if self.member else []
+        bundles = [bundle for share in self.member.managed.shares for bundle in share.bundles] if self.member else []
+        slots = [slot for bundle in bundles for slot in bundle.own.slots]
         return Comparison(self.name, self.describe(module), module, slots, left_out=left_out)
 
     def joined(self) -> Member:

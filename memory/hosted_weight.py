@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .runtime.blocks.block_state import BlockState
+from .runtime.blocks.computing_views import FactorLayer
 from .runtime.blocks.weight_group import WeightGroup
 from .runtime.blocks.weight_store import FileStore
 from .runtime.tensors.parameter_slots import ParameterSlot
@@ -20,6 +22,7 @@ from .verification.reference import read_at_rest
 from .weights.mapped_files import map_again
 from .weights.movable import is_packed
 from .weights.quantized_leaves import PackedForm, leaves_of
+from .weights.side_factors import SideFactors, add_product
 
 __all__ = ["HostedWeight", "Rescale"]
 
@@ -45,6 +48,11 @@ class HostedWeight:
     def is_encoded(self) -> bool:
         """Whether it rests in an encoded form."""
         return self.slot.encoding is not None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which it computes."""
+        return self.slot.spec.shape
 
     @property
     def is_packed(self) -> bool:
@@ -124,6 +132,38 @@ class HostedWeight:
             return self.mapped().to(device, copy=True)
         return self.group.wide(self.slot.spec.name, device)
 
+    def takes_factors(self, factors: SideFactors) -> bool:
+        """Whether they can be added in decoding (`HostedComponent.set_factors`), and are no larger than what rests."""
+        name, spec = self.slot.spec.name, self.slot.spec
+        wide = self.group.wide_dtypes[name]
+        num_bytes = (factors.up.numel() + factors.down.numel()) * wide.itemsize
+        index = self.group.index_of(name)
+        return (
+            self.group.decodes_plainly(name)
+            and factors.suit(spec.shape)
+            and num_bytes <= sum(form.num_bytes for form in self.group.layout.leaf_forms(index))
+        )
+
+    @property
+    def factor_layer(self) -> FactorLayer | None:
+        """What is added to it in decoding, if anything."""
+        return self.group.views.factors.get(self.group.index_of(self.slot.spec.name))
+
+    def add_factors(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what it computes as, from a copy of the weight in that dtype; another copy where factors are added."""
+        layer = self.factor_layer
+        if layer is None:
+            return weight
+        summed = weight.clone(memory_format=torch.contiguous_format)
+        up, down = (layer.get_parameter(part).detach().to(summed.device, summed.dtype) for part in ("up", "down"))
+        add_product(summed, up, down)
+        return summed
+
+    def adder(self) -> AddFactors | None:
+        """Return the function that a host's layer applies to the weight if it reads it outside its block, or None."""
+        layer = self.factor_layer
+        return None if layer is None else AddFactors(self.group, layer)
+
     def overwrite(self, weight: torch.Tensor) -> None:
         """Overwrite the weight at rest; its block is then in host memory. The caller must have settled the component.
 
@@ -192,3 +232,18 @@ class Rescale:
         module = self.module()
         held = module._parameters[self.attribute] if module is not None else None
         return weight * self.factor if held is not None and held.dtype == self.dtype else weight
+
+
+class AddFactors:
+    """Adds side factors to a weight unless its block computes, where they were added in decoding."""
+
+    def __init__(self, group: WeightGroup, layer: FactorLayer) -> None:
+        self.group = weakref.ref(group)
+        self.layer = layer
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        group = self.group()
+        if group is None or group.state is BlockState.COMPUTING:
+            return weight
+        up, down = (self.layer.get_parameter(part).to(weight.device, weight.dtype) for part in ("up", "down"))
+        return weight + (up @ down).view(weight.shape)

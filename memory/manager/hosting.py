@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from ..weights.side_factors import SideFactors
 from .card_sharing import CardSharing
 from .eviction import UNLOADED_BY_HOST
 from .leases import Leases
@@ -97,6 +98,13 @@ class Hosting:
             self.leases.touch(member)
             member.note_unload()  # should this fail
             self.leases.admit(member, ceilings)
+
+    def set_factors(self, member: Member, factors: Mapping[str, SideFactors]) -> None:
+        """Add these to a component's encoded weights in decoding. Raises as `FactorLayers.set`."""
+        with self.lock.exclusive():
+            if member.managed.set_factors(factors):
+                self.capacity.outdate_plans()
+                self.measures.sample()
 
     def unload(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""

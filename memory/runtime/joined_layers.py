@@ -26,7 +26,7 @@ from .tensors.absent_weight import AbsentWeight
 from .tensors.parameter_slots import ParameterSlot
 from .weight_places import WeightPlaces
 
-__all__ = ["Joined", "JoinedLayers"]
+__all__ = ["Joined", "JoinedLayers", "describe_joined", "without_staging"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class JoinedLayers:
                 has_changed = True
                 share.free_staging()
                 share.forget_views()
-        component, plan = self.describe(component, self.rename(plan, tree))
-        if has_changed:  # what is in place was planned for other sizes
-            plan = replace(plan, shares=tuple(replace(share, staging_bytes=0, offsets=()) for share in plan.shares))
+        component, plan = describe_joined(component, self.rename(plan, tree), self.shares)
+        if has_changed:
+            plan = without_staging(plan)
         return Joined(component, plan, structure, has_changed)
 
     def refuse_exchanged(self, component: Component, at: Mapping[nn.Module, int]) -> None:
@@ -218,43 +218,6 @@ class JoinedLayers:
         self.packing.rename(names)
         return replace(plan, forms={names.get(name, name): numbers for name, numbers in plan.forms.items()})
 
-    def describe(self, component: Component, plan: ComponentPlan) -> tuple[Component, ComponentPlan]:
-        """Return the component and the plan with what the groups hold now, all added weights among them."""
-
-        def spec_of(slot: ParameterSlot, *, is_own: bool) -> TensorSpec:
-            # By a name of its own where a weight of ours, removed since, is encoded.
-            is_taken = not is_own and slot.spec.name in plan.forms
-            return replace(slot.spec, name=f"{slot.spec.name} (added)") if is_taken else slot.spec
-
-        specs = {
-            bundle.name: tuple(
-                spec_of(slot, is_own=group is bundle.own)
-                for group in bundle.groups
-                for slot in group.slots
-                if not slot.is_buffer
-            )
-            for bundle in self.bundles
-            if bundle.name
-        }
-        rest = [slot for share in self.shares for group in share.fixed.groups for slot in group.slots]
-        before = component.weight_bytes
-        component = replace(
-            component,
-            blocks=tuple(replace(block, tensors=specs[block.name]) for block in component.blocks),
-            non_block=replace(component.non_block, tensors=tuple(slot.spec for slot in rest if not slot.is_buffer)),
-            buffers=tuple(slot.spec for slot in rest if slot.is_buffer),
-        )
-        added_bytes = component.weight_bytes - before
-        plan = replace(plan, weight_bytes=plan.weight_bytes + added_bytes)
-        if plan.tier != "disk":
-            pinned_bytes = added_bytes if plan.pinned_bytes else 0
-            plan = replace(
-                plan,
-                host_bytes=plan.host_bytes + added_bytes,
-                pinned_bytes=plan.pinned_bytes + pinned_bytes,
-            )
-        return component, plan
-
     def describe_anew(self, component: Component, plan: ComponentPlan) -> tuple[Component, ComponentPlan]:
         """Return the component and the plan by the names that the module gives weights now, before another plan.
 
@@ -266,7 +229,7 @@ class JoinedLayers:
             if isinstance(slot.held, AbsentWeight):  # made of one of ours
                 slot.hold(at_home(slot.held))
         self.packing.written.note_replaced(slot.spec for _, slot in tree.added)
-        return self.describe(component, plan)
+        return describe_joined(component, plan, self.shares)
 
     def return_to_host(self) -> None:
         """Move weights of layers that were added, and have not joined yet, to host memory."""
@@ -281,3 +244,49 @@ def has_other_form(slot: ParameterSlot) -> bool:
         return False
     held, spec = slot.held, slot.spec
     return held.shape != spec.shape or SAFETENSORS_NAMES[str(held.dtype)] != spec.dtype
+
+
+def describe_joined(
+    component: Component, plan: ComponentPlan, shares: Sequence[DeviceShare]
+) -> tuple[Component, ComponentPlan]:
+    """Return the component and the plan with what the groups hold now, all added weights among them."""
+
+    def spec_of(slot: ParameterSlot, *, is_own: bool) -> TensorSpec:
+        # By a name of its own where a weight of ours, removed since, is encoded.
+        is_taken = not is_own and slot.spec.name in plan.forms
+        return replace(slot.spec, name=f"{slot.spec.name} (added)") if is_taken else slot.spec
+
+    specs = {
+        bundle.name: tuple(
+            spec_of(slot, is_own=group is bundle.own)
+            for group in bundle.groups
+            for slot in group.slots
+            if not slot.is_buffer
+        )
+        for share in shares
+        for bundle in share.bundles
+        if bundle.name
+    }
+    rest = [slot for share in shares for group in share.fixed.groups for slot in group.slots]
+    before = component.weight_bytes
+    component = replace(
+        component,
+        blocks=tuple(replace(block, tensors=specs[block.name]) for block in component.blocks),
+        non_block=replace(component.non_block, tensors=tuple(slot.spec for slot in rest if not slot.is_buffer)),
+        buffers=tuple(slot.spec for slot in rest if slot.is_buffer),
+    )
+    added_bytes = component.weight_bytes - before
+    plan = replace(plan, weight_bytes=plan.weight_bytes + added_bytes)
+    if plan.tier != "disk":
+        pinned_bytes = added_bytes if plan.pinned_bytes else 0
+        plan = replace(
+            plan,
+            host_bytes=plan.host_bytes + added_bytes,
+            pinned_bytes=plan.pinned_bytes + pinned_bytes,
+        )
+    return component, plan
+
+
+def without_staging(plan: ComponentPlan) -> ComponentPlan:
+    """Return a plan whose staging memory is gone: it was laid out for blocks of other sizes."""
+    return replace(plan, shares=tuple(replace(share, staging_bytes=0, offsets=()) for share in plan.shares))

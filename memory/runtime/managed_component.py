@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from weakref import ref
@@ -19,6 +19,7 @@ from ..planner.plan import ComponentPlan
 from ..transfer.devices import Device
 from ..weights.component import Component
 from ..weights.form_numbers import rests_of
+from ..weights.side_factors import SideFactors
 from ..weights.source import WeightsSource
 from .blocks.group_reading import read_into_memory
 from .blocks.weight_group import WeightGroup
@@ -28,6 +29,7 @@ from .changes.state_dict_guard import StateGuard
 from .component_shares import build_shares
 from .devices.device_share import wait_for_copies
 from .devices.ledger import Kind, Ledger
+from .factor_layers import FactorLayers
 from .forwards.compiled_blocks import CompiledBlocks
 from .forwards.device_answers import DeviceAnswers
 from .forwards.forward_blocks import Forwards
@@ -37,6 +39,7 @@ from .forwards.hooked_modules import HookedModules, block_modules, modules_holdi
 from .forwards.module_caches import ModuleCaches
 from .holders import attached
 from .host_books import count_host_bytes
+from .joined_layers import describe_joined, without_staging
 from .mapped_weights import MappedWeights
 from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
@@ -124,6 +127,7 @@ class ManagedComponent:
             compiles=compiles,
             places_inputs=guards_state,
         )
+        self.factors = FactorLayers(owner, self.shares, self.packing)
         self.places = WeightPlaces(owner, module, self.shares, Swaps(), manager)
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.changes = OutsideChanges(owner, module, blocks, self.shares, self.places)
@@ -389,6 +393,18 @@ class ManagedComponent:
         blocks = [*self.component.blocks, self.component.non_block]
         *blocks, non_block = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
         return replace(self.component, blocks=tuple(blocks), non_block=non_block)
+
+    def set_factors(self, factors: Mapping[str, SideFactors]) -> bool:
+        """Add these to encoded weights in decoding, and nothing to others; returns whether sizes changed, so that the
+        component is to be loaded anew. Raises as `FactorLayers.set`."""
+        self.settle()
+        if not self.factors.set(factors):
+            return False
+        self.component, plan = describe_joined(self.component, self.plan, self.shares)
+        self.plan = without_staging(plan)
+        self.forwards.describe(self.component)
+        self.forwards.note_unloaded()
+        return True
 
     def finish_loading(self) -> None:
         """Wait until what is loaded is on its devices; not for blocks that come before they are asked for."""

@@ -11,7 +11,7 @@ import comfy.model_management
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...memory.hosted_component import HostedComponent
+from ...memory.hosted_component import HostedComponent, SideFactors
 from ...memory.options.placement import AUTO_PLACEMENT, Placement
 from ...memory.options.precision import DEFAULT_PRECISION, PrecisionRequest
 from ...memory.options.profile import OffloadProfile
@@ -70,8 +70,12 @@ class Hosted(HostedComponent):
             node_id=request.node_id,
         )
         self.request = request
-        self.patched: set[str] = set()
-        """The keys of weights that contain their patches now."""
+        self.patched: dict[str, list[Any]] = {}
+        """The patches that weights contain now, by their keys."""
+        self.factored: dict[str, tuple[list[Any], SideFactors]] = {}
+        """The patches that are added to encoded weights in decoding, and what they add, by their keys."""
+        self.is_repatching = False
+        """Whether core takes patches off to put others on: what stays the same may stay where it is."""
         self.said: dict[str, dict[str, Any]] = {}
         """What packed weights said of themselves before their patches were hung on them, by their keys."""
         self.patchable: frozenset[str] | None = None
@@ -99,13 +103,23 @@ class Hosted(HostedComponent):
         """Note what core's loader patches: it follows from the modules, and so holds for all clones."""
         self.patchable = keys
 
-    def note_patched(self, key: str) -> None:
+    def note_patched(self, key: str, patches: list[Any]) -> None:
         """Note that a weight contains its patches."""
-        self.patched.add(key)
+        self.patched[key] = list(patches)
 
     def take_patched(self, key: str) -> None:
         """Note that a weight is its original again."""
-        self.patched.discard(key)
+        self.patched.pop(key, None)
+
+    def set_patch_factors(self, factored: dict[str, tuple[list[Any], SideFactors]]) -> None:
+        """Add to encoded weights what these patches add, and nothing to others. Raises as `set_factors`."""
+        if factored or self.factored:
+            self.set_factors({key: factors for key, (_, factors) in factored.items()})
+        self.factored = factored
+
+    def note_repatching(self, is_repatching: bool) -> None:
+        """Note whether core takes patches off to put others on at once."""
+        self.is_repatching = is_repatching
 
     def check_inputs(self, module: torch.nn.Module, check: Callable[..., None]) -> None:
         """Call a function before each forward of its module, before all hooks that are there by now."""

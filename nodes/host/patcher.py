@@ -26,6 +26,7 @@ from .compiler import attach_to_compiler
 from .core_fields import hang_on, mark_module, set_device_of, set_held_bytes, set_loaded
 from .guides import refuse_inputs_elsewhere
 from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
+from .side_factors import factors_of, is_same
 from .unmanaged import while_core_loads
 
 __all__ = ["HighwaterPatcher"]
@@ -69,12 +70,19 @@ class HighwaterPatcher(ModelPatcher):
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int | None:
-        """Leave the device that another clone had it on: core would call it loaded wherever that is."""
+        """Leave the device that another clone had it on: core would call it loaded wherever that is.
+
+        Where only the patches differ, what is on the device stays there, and only their weights are written to.
+        """
         before = self.hosted.loaded_on
         if before is not None and device_name(before) != device_name(device_to):
             extra_memory += self.model.model_loaded_weight_memory
             self.unpatch_model(self.offload_device, unpatch_weights=True)
-        loaded: int | None = super().partially_load(device_to, extra_memory, force_patch_weights)
+        self.hosted.note_repatching(True)
+        try:
+            loaded: int | None = super().partially_load(device_to, extra_memory, force_patch_weights)
+        finally:
+            self.hosted.note_repatching(False)
         return loaded
 
     def load(
@@ -85,6 +93,7 @@ class HighwaterPatcher(ModelPatcher):
         full_load: bool = False,
     ) -> None:
         """Bring the model to a device within core's bytes; cheap when nothing changed."""
+        self.hosted.note_repatching(False)  # whatever fails from here on, core takes all of it off
         self.hosted.note_loaded(torch.device(device_to) if device_to is not None else None)
         if device_to is None or is_cpu(device_to):
             self.leave_host()
@@ -140,12 +149,16 @@ class HighwaterPatcher(ModelPatcher):
             self.eject_model()
             self.unpatch_hooks()
             self.hosted.settle()  # the weights at rest are written to below
-            self.hosted.unload()
-            self.write_originals()
+            if not self.hosted.is_repatching:
+                self.hosted.unload()
+                self.write_originals()
             self.unmark_modules()
+            backup = dict(self.backup)
+            self.backup.clear()
             # No device: core would call ``Module.to``. That moves nothing here, but puts wrappers of its own around
             # quantized weights, whose scales are copies: what is written to the weights at rest would not show in them.
             super().unpatch_model(None, unpatch_weights)
+            self.backup.update(backup)
             if device_to is not None:
                 set_device_of(self.model, device_to)
             return
@@ -183,18 +196,39 @@ class HighwaterPatcher(ModelPatcher):
     # -- patches
 
     def write_patches(self, device: torch.device) -> None:
-        """Make every patched weight the weight store's version, computed by core on the device; the original is
-        kept."""
-        for key, weight in self.hosted.weights.items():
-            if key in self.patches and key not in self.hosted.patched and key in self.hosted.patchable:
-                self.write_patch(key, weight, device)
+        """Make all weights contain their patches, and no others; what contains the same ones already is left alone.
+
+        An encoded weight stays as it is if all that its patches do is to add a low-rank sum: that is added in decoding.
+        Any other patched weight becomes the weight store's version, computed by core on the device; the original is
+        kept.
+        """
+        patchable = self.hosted.patchable or ()
+        weights = self.hosted.weights
+        wanted = {key: self.patches[key] for key in weights if key in self.patches and key in patchable}
+        factored = {}
+        for key, patches in wanted.items():
+            had = self.hosted.factored.get(key)
+            factors = had[1] if had is not None and is_same(had[0], patches) else factors_of(patches, weights[key])
+            if factors is not None and not self.is_hooked(key):
+                factored[key] = list(patches), factors
+        for key, contained in list(self.hosted.patched.items()):
+            if key in factored or not is_same(contained, wanted.get(key, ())):
+                self.write_original(key)
+        self.hosted.set_patch_factors(factored)
+        for key in wanted:
+            if key not in factored and key not in self.hosted.patched:
+                self.write_patch(key, weights[key], device)
+
+    def is_hooked(self, key: str) -> bool:
+        """Whether a hook patches a weight between steps: core computes that from the weight with its patches in it."""
+        return any(key in patches for patches in self.hook_patches.values())
 
     def write_patch(self, key: str, weight: HostedWeight, device: torch.device) -> None:
         original = weight.original()
         with weight.held_on(device):
             self.patch_weight_to_device(key, device_to=device)
         self.backup[key] = Backup(original, False)
-        self.hosted.note_patched(key)
+        self.hosted.note_patched(key, self.patches[key])
 
     def keys_that_core_patches(self) -> frozenset[str]:
         """Return the keys whose patches core's own loader applies: it loads modules by its list, and leaves out
@@ -208,8 +242,12 @@ class HighwaterPatcher(ModelPatcher):
     def write_originals(self) -> None:
         """Undo `write_patches`."""
         for key in list(self.hosted.patched):
-            self.hosted.weights[key].overwrite(self.backup.pop(key).weight)
-            self.hosted.take_patched(key)
+            self.write_original(key)
+        self.hosted.set_patch_factors({})
+
+    def write_original(self, key: str) -> None:
+        self.hosted.weights[key].overwrite(self.backup.pop(key).weight)
+        self.hosted.take_patched(key)
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
         """Return what merging reads: the weight stores, which stay, and with them how encoded ones are decoded."""
@@ -226,7 +264,7 @@ class HighwaterPatcher(ModelPatcher):
         for key, weight in self.hosted.weights.items():
             apart = weight.is_encoded or weight.rests_in_file
             if apart and key.startswith(prefix) and key[len(prefix) :] in state:
-                state[key[len(prefix) :]] = weight.original()
+                state[key[len(prefix) :]] = weight.add_factors(weight.original())
         return state
 
     def check_inputs(self) -> None:
@@ -249,9 +287,9 @@ class HighwaterPatcher(ModelPatcher):
                 wrapped = {kind: self.weight_wrapper_patches.get(f"{name}.{kind}", []) for kind in ("weight", "bias")}
                 mark_module(module, wrapped)
         for weight in self.hosted.weights.values():
-            rescale = weight.rescale()
-            if rescale is not None and hasattr(weight.owner, "weight_function"):
-                weight.owner.weight_function.insert(0, rescale)
+            widens = [function for function in (weight.rescale(), weight.adder()) if function is not None]
+            if widens and hasattr(weight.owner, "weight_function"):
+                weight.owner.weight_function[:0] = widens
 
     def unmark_modules(self) -> None:
         for module in self.model.modules():

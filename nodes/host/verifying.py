@@ -178,19 +178,19 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
 
 
 def decode_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> None:
-    """Give the twin our encoded weights, decoded; patched weights contain their patch already."""
+    """Give the twin our encoded weights, decoded; with the patches that they have already."""
     patched = []
     for key, weight in patcher.hosted.weights.items():
         if not weight.is_encoded:
             continue
         held = parameter_of(twin.model, key)
         with torch.no_grad(), torch.inference_mode(False):
-            put_parameter(twin.model, key, weight.read_stored().to(held.dtype))
-        if key in patcher.hosted.patched and twin.patches.pop(key, None) is not None:
+            put_parameter(twin.model, key, weight.add_factors(weight.read_stored()).to(held.dtype))
+        if key in {*patcher.hosted.patched, *patcher.hosted.factored} and twin.patches.pop(key, None) is not None:
             patched.append(key)
     if patched:
         notes.append(
-            f"{len(patched)} weights {patcher.hosted.rests} already contain their patches: "
+            f"{len(patched)} weights {patcher.hosted.rests} already have their patches: "
             "applying the patches is not compared"
         )
 

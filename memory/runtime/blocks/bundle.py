@@ -111,7 +111,7 @@ class Bundle:
             if slab is not None
             else [group.copy.slab for group in self.groups if group.copy is not None]
         )
-        for group, part in zip(self.groups, parts, strict=True):
+        for group, part in zip(reversed(self.groups), reversed(parts), strict=True):  # decoding needs what was added
             group.compute_from(part, scratch, is_wide=is_wide)
 
     def compute_in_place(self, scratch: torch.Tensor | None, *, is_wide: bool = False) -> None:

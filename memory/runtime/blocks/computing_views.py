@@ -7,18 +7,37 @@ from operator import attrgetter
 from typing import TypeAlias
 
 import torch
+from torch import nn
 
+from ...weights.side_factors import SideFactors, add_product
 from ...weights.storage_form import EncodedForm
 from ..tensors.computing_parameter import ComputingWeight, note_data
 from ..tensors.parameter_slots import ParameterSlot, as_held
 from .weight_layout import WeightLayout
 
-__all__ = ["ComputingViews"]
+__all__ = ["ComputingViews", "FactorLayer"]
 
 FORM = attrgetter("form")
 
 Decoding: TypeAlias = tuple[type[EncodedForm], list[ParameterSlot], list[torch.Tensor], list[list[torch.Tensor]]]
 """Weights of one dtype that rest in one encoded form: each one's place in the scratch, and its leaves."""
+
+
+class FactorLayer(nn.Module):
+    """The side factors of one weight, in the dtype in which it computes; in no module tree."""
+
+    def __init__(self, factors: SideFactors, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.inference_mode(False), torch.no_grad():
+            self.up = nn.Parameter(factors.up.to("cpu", dtype, copy=True), requires_grad=False)
+            self.down = nn.Parameter(factors.down.to("cpu", dtype, copy=True), requires_grad=False)
+
+    def add_to(self, wide: torch.Tensor) -> None:
+        """Add their product to the decoded weight, on the device where they are now."""
+        held = self._parameters
+        up, down = held["up"], held["down"]
+        assert up is not None and down is not None
+        add_product(wide, up, down)
 
 
 class ComputingViews:
@@ -44,6 +63,10 @@ class ComputingViews:
         """The views by the ids of the slab and the scratch."""
         self.decodings: dict[tuple[int, ...], list[Decoding]] = {}
         """The weights to decode first, by the same ids."""
+        self.factors: Mapping[int, FactorLayer] = {}
+        """What is added to weights when they are decoded, by their index; the caller puts it on the device first."""
+        self.additions: dict[tuple[int, ...], list[tuple[FactorLayer, torch.Tensor]]] = {}
+        """By the same ids, what is added, and to which place in the scratch."""
         self.looked: list[ComputingWeight] = []
         """Weights whose ``.data`` was accessed while they computed."""
 
@@ -55,6 +78,12 @@ class ComputingViews:
         """Drop the views: they would keep freed slabs alive."""
         self.cache.clear()
         self.decodings.clear()
+        self.additions.clear()
+
+    def add_in_decoding(self, factors: Mapping[int, FactorLayer]) -> None:
+        """Add these to weights of these indices whenever they are decoded."""
+        self.factors = factors
+        self.forget()
 
     def of(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return what the module holds to compute from a slab without encoded weights."""
@@ -83,8 +112,13 @@ class ComputingViews:
         if key not in self.cache:
             self.cache[key] = self.build(slab, scratch, resident)
             self.decodings[key] = self.find_decodings(slab, scratch)
-        for kind, slots, wide, leaves in () if is_wide else self.decodings[key]:
-            kind.decode_all(list(map(FORM, slots)), wide, leaves)
+            wide = dict(zip(self.encoded, self.layout.wide.views(scratch), strict=True))
+            self.additions[key] = [(layer, wide[index]) for index, layer in self.factors.items()]
+        if not is_wide:
+            for kind, slots, targets, leaves in self.decodings[key]:
+                kind.decode_all(list(map(FORM, slots)), targets, leaves)
+            for layer, target in self.additions[key]:
+                layer.add_to(target)
         return self.cache[key]
 
     def build(

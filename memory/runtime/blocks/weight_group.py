@@ -127,6 +127,14 @@ class WeightGroup:
     def index_of(self, name: str) -> int:
         return next(index for index, slot in enumerate(self.slots) if slot.spec.name == name)
 
+    def decodes_plainly(self, name: str) -> bool:
+        """Whether a weight is decoded before it computes, into memory in which its elements lie in their order."""
+        index = self.index_of(name)
+        if index not in self.encoded:
+            return False
+        form = self.layout.wide_form(index)
+        return torch.empty_strided(form.shape, form.strides, device="meta").is_contiguous()
+
     def place_of(self, slot: ParameterSlot) -> int:
         return next(index for index, own in enumerate(self.slots) if own is slot)
 

@@ -1,0 +1,59 @@
+"""Which of core's patches of a weight are a low-rank sum, and that sum: it is added when an encoded weight is decoded.
+
+Merged into a weight that rests in eight or four bits and rounded to these again, a LoRA loses what is smaller than
+half a step: of most LoRAs much, of some all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from comfy.weight_adapter import LoRAAdapter
+
+from ...memory.hosted_component import HostedWeight, SideFactors
+
+__all__ = ["factors_of", "is_same"]
+
+
+def factors_of(patches: Sequence[tuple[Any, ...]], weight: HostedWeight) -> SideFactors | None:
+    """Return what core's patches add to an encoded weight; None where they do another thing, or are too large."""
+    if not weight.is_encoded:
+        return None
+    parts = [low_rank_of(patch, weight.shape) for patch in patches]
+    found = [part for part in parts if part is not None]
+    if not found or len(found) < len(parts):
+        return None
+    joined = SideFactors.joined(found)
+    return joined if weight.takes_factors(joined) else None
+
+
+def low_rank_of(patch: tuple[Any, ...], shape: Sequence[int]) -> SideFactors | None:
+    """Return what one patch adds to a weight of a shape; None where it is not a plain LoRA of a part of its rows."""
+    strength, adapter, strength_model, offset, function = patch
+    if type(adapter) is not LoRAAdapter or strength_model != 1.0 or function is not None:
+        return None
+    up, down, alpha, mid, dora_scale, reshape = adapter.weights
+    if mid is not None or dora_scale is not None or reshape is not None:
+        return None
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    dim, begin, length = (0, 0, rows) if offset is None else offset
+    rank = down.shape[0]
+    if dim != 0 or (up.flatten(1).shape, down.flatten(1).shape) != ((length, rank), (rank, columns)):
+        return None
+    scale = strength * (1.0 if alpha is None else alpha / rank)
+    with torch.no_grad(), torch.inference_mode(False):
+        scaled = up.flatten(1).to("cpu", torch.float32) * scale
+        whole = scaled if length == rows else torch.zeros(rows, rank)
+        if whole is not scaled:
+            whole[begin : begin + length] = scaled
+        return SideFactors(up=whole, down=down.flatten(1).to("cpu"))
+
+
+def is_same(patches: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether two lists of core's patches do the same: the same objects in the same strengths."""
+    return len(patches) == len(others) and all(
+        (one[0], one[2], one[3]) == (other[0], other[2], other[3]) and one[1] is other[1] and one[4] is other[4]
+        for one, other in zip(patches, others, strict=True)
+    )
