@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from .weights.mapped_files import map_again
 from .weights.movable import is_packed
 from .weights.quantized_leaves import PackedForm, leaves_of
 from .weights.side_factors import SideFactors, add_product
+from .weights.storage_form import StorageForm
 
 __all__ = ["HostedWeight", "Rescale"]
 
@@ -163,6 +164,19 @@ class HostedWeight:
         """Return the function that a host's layer applies to the weight if it reads it outside its block, or None."""
         layer = self.factor_layer
         return None if layer is None else AddFactors(self.group, layer)
+
+    def leaves_at_rest(self) -> tuple[StorageForm, list[torch.Tensor]]:
+        """Return how an encoded weight rests, in host memory of its own, for `put_leaves`.
+
+        Encoded once more, what it decodes to would not be the same bits in every form.
+        """
+        index = self.group.index_of(self.slot.spec.name)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.slot.form, [leaf.detach().to("cpu", copy=True) for leaf in self.group.newest_leaves(index)]
+
+    def put_leaves(self, form: StorageForm, leaves: Sequence[torch.Tensor]) -> None:
+        """Make an encoded weight rest as it did. The caller must have settled the component."""
+        self.group.overwrite_leaves(self.slot.spec.name, form, leaves)
 
     def overwrite(self, weight: torch.Tensor) -> None:
         """Overwrite the weight at rest; its block is then in host memory. The caller must have settled the component.

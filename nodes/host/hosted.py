@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import comfy.model_management
 import torch
@@ -35,6 +35,9 @@ AUTO_ENGINE, DYNAMIC, BLOCKS = "auto", "dynamic", "blocks"
 PARTS = {"diffusion": "model", "text": "clip", "vae": "vae"}
 # Core says "everything" with this many bytes.
 UNLIMITED_BYTES = 1e30
+
+Resting: TypeAlias = tuple[Any, list[torch.Tensor]]
+"""The form in which a weight rests, and its leaves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +73,8 @@ class Hosted(HostedComponent):
             node_id=request.node_id,
         )
         self.request = request
-        self.patched: dict[str, list[Any]] = {}
-        """The patches that weights contain now, by their keys."""
+        self.patched: dict[str, tuple[list[Any], Resting | None]] = {}
+        """The patches that weights contain now, by their keys, and how encoded ones rested without them."""
         self.factored: dict[str, tuple[list[Any], SideFactors]] = {}
         """The patches that are added to encoded weights in decoding, and what they add, by their keys."""
         self.is_repatching = False
@@ -103,13 +106,13 @@ class Hosted(HostedComponent):
         """Note what core's loader patches: it follows from the modules, and so holds for all clones."""
         self.patchable = keys
 
-    def note_patched(self, key: str, patches: list[Any]) -> None:
+    def note_patched(self, key: str, patches: list[Any], resting: Resting | None) -> None:
         """Note that a weight contains its patches."""
-        self.patched[key] = list(patches)
+        self.patched[key] = list(patches), resting
 
-    def take_patched(self, key: str) -> None:
-        """Note that a weight is its original again."""
-        self.patched.pop(key, None)
+    def take_patched(self, key: str) -> Resting | None:
+        """Note that a weight is about to be its original again; returns how that rests if it is encoded."""
+        return self.patched.pop(key, ([], None))[1]
 
     def set_patch_factors(self, factored: dict[str, tuple[list[Any], SideFactors]]) -> None:
         """Add to encoded weights what these patches add, and nothing to others. Raises as `set_factors`."""

@@ -211,7 +211,7 @@ class HighwaterPatcher(ModelPatcher):
             factors = had[1] if had is not None and is_same(had[0], patches) else factors_of(patches, weights[key])
             if factors is not None and not self.is_hooked(key):
                 factored[key] = list(patches), factors
-        for key, contained in list(self.hosted.patched.items()):
+        for key, (contained, _) in list(self.hosted.patched.items()):
             if key in factored or not is_same(contained, wanted.get(key, ())):
                 self.write_original(key)
         self.hosted.set_patch_factors(factored)
@@ -225,10 +225,11 @@ class HighwaterPatcher(ModelPatcher):
 
     def write_patch(self, key: str, weight: HostedWeight, device: torch.device) -> None:
         original = weight.original()
+        resting = weight.leaves_at_rest() if weight.is_encoded else None
         with weight.held_on(device):
             self.patch_weight_to_device(key, device_to=device)
         self.backup[key] = Backup(original, False)
-        self.hosted.note_patched(key, self.patches[key])
+        self.hosted.note_patched(key, self.patches[key], resting)
 
     def keys_that_core_patches(self) -> frozenset[str]:
         """Return the keys whose patches core's own loader applies: it loads modules by its list, and leaves out
@@ -246,8 +247,12 @@ class HighwaterPatcher(ModelPatcher):
         self.hosted.set_patch_factors({})
 
     def write_original(self, key: str) -> None:
-        self.hosted.weights[key].overwrite(self.backup.pop(key).weight)
-        self.hosted.take_patched(key)
+        weight, original = self.hosted.weights[key], self.backup.pop(key).weight
+        resting = self.hosted.take_patched(key)
+        if resting is None:
+            weight.overwrite(original)
+        else:
+            weight.put_leaves(*resting)
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
         """Return what merging reads: the weight stores, which stay, and with them how encoded ones are decoded."""

@@ -146,6 +146,28 @@ def flux_lora(num_double: int, num_single: int, width: int = FLUX_WIDTH, rank: i
     return prefixed("diffusion_model.", lora(matrices, rank))
 
 
+def flux_adapter(kind: str, width: int = FLUX_WIDTH, rank: int = 4) -> Shapes:
+    """Another kind of adapter than a plain LoRA, on a matrix of a block of either kind."""
+    matrices = {"double_blocks.1.img_attn.qkv": (width, 3 * width), "single_blocks.2.linear1": (width, 7 * width)}
+    parts: dict[str, Callable[[int, int], Shapes]] = {
+        "dora": lambda i, o: {"lora_down.weight": (rank, i), "lora_up.weight": (o, rank), "dora_scale": (o, 1)},
+        "loha": lambda i, o: {f"hada_w{n}_{ab}": s for n in (1, 2) for ab, s in (("a", (o, rank)), ("b", (rank, i)))},
+        "lokr": lambda i, o: {"lokr_w1": (4, 4), "lokr_w2": (o // 4, i // 4)},
+        "oft": lambda i, o: {"oft_blocks": (o // 32, 32, 32)},
+        "diff": lambda i, o: {"diff": (o, i), "diff_b": (o,)},
+    }
+    shapes: Shapes = {}
+    for name, (num_in, num_out) in matrices.items():
+        shapes |= prefixed(f"diffusion_model.{name}.", parts[kind](num_in, num_out))
+    return shapes
+
+
+def fused_lora(width: int = FLUX_WIDTH, rank: int = 4) -> Shapes:
+    """A LoRA in diffusers' names: of queries and values, which in this model are rows of one matrix."""
+    matrices = {f"transformer.transformer_blocks.1.attn.{part}": (width, width) for part in ("to_q", "to_v")}
+    return lora(matrices, rank) | lora({"transformer.single_transformer_blocks.2.proj_mlp": (width, 4 * width)}, rank)
+
+
 def lora(matrices: Mapping[str, tuple[int, int]], rank: int) -> Shapes:
     """Two thin matrices for each of these, given as inputs and outputs."""
     shapes: Shapes = {}
@@ -371,6 +393,12 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "loras/tiny_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/wide_flux_lora.safetensors": lambda: (flux_lora(2, 6, width=1024), 0.02),
     "loras/other_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
+    **{
+        f"loras/flux_{kind}.safetensors": lambda kind=kind: (flux_adapter(kind), 0.1)
+        for kind in ("dora", "loha", "lokr", "oft", "diff")
+    },
+    "loras/flux_fused.safetensors": lambda: (fused_lora(), 0.1),
+    "loras/flux_few.safetensors": lambda: (flux_lora(2, 1), 0.1),
     "loras/shallow_sd_lora.safetensors": lambda: (sd_lora(), 0.1),
     "loras/sd_norm_differences.safetensors": lambda: (sd_norm_differences(), 0.1),
     "loras/sd_convolution_differences.safetensors": lambda: (sd_convolution_differences(), 0.01),

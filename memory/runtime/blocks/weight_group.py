@@ -17,7 +17,7 @@ from ...transfer.slabs import Form
 from ...weights.form_numbers import AS_THEY_CAME, Forms
 from ...weights.known_forms import encoded_form
 from ...weights.source import WeightsSource
-from ...weights.storage_form import AS_STORED
+from ...weights.storage_form import AS_STORED, StorageForm
 from ..tensors.parameter_slots import ParameterSlot, add_up, fill_slots, read_weights, store_weight
 from .block_state import BlockState
 from .computing_views import ComputingViews
@@ -235,6 +235,18 @@ class WeightGroup:
             if index in self.encoded:
                 slot.rest_as(self.encoded[index].measure(weight, name=name))
             store_weight(slot, self.layout.leaf_views(slab)[index], weight)
+
+    def overwrite_leaves(self, name: str, form: StorageForm, leaves: Sequence[torch.Tensor]) -> None:
+        """Do the same for an encoded weight whose form and leaves were read before."""
+        index = self.index_of(name)
+        if self.copy is None:
+            self.at_rest.leave_shared()
+        slab = self.resting_slab
+        assert slab is not None
+        self.slots[index].rest_as(form)
+        with torch.no_grad():
+            for own, leaf in zip(self.layout.leaf_views(slab)[index], leaves, strict=True):
+                own.copy_(leaf)
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
