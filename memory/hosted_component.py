@@ -39,7 +39,7 @@ from .verification.comparison import same_bits
 from .verification.findings import Verification
 from .verify_hosted import Comparison
 from .weights.component import Component
-from .weights.file_layouts import describe_for_host
+from .weights.file_layouts import describe_for_host, describe_foreign, is_quanto
 from .weights.form_numbers import rests_of
 from .weights.mapped_files import find_sources
 from .weights.module_component import component_from_module
@@ -64,6 +64,7 @@ __all__ = [
     "drop_kept_weights",
     "has_hooks_of_others",
     "has_packed_weights",
+    "is_quanto_file",
     "keep_steered",
     "note_steered_unload",
     "note_steered_use",
@@ -398,13 +399,22 @@ def device_name(device: Any) -> str:
     return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
 
 
-def refuse_damaged(path: str) -> None:
+def is_quanto_file(path: str) -> bool:
+    """Whether a safetensors file is in optimum-quanto's format; reads its header. Raises `InvalidInput`."""
+    return is_quanto(tensor.name for tensor in read_header(path).tensors)
+
+
+def refuse_damaged(path: str, *, takes_quanto: bool = False) -> None:
     """Check a safetensors file before the host reads it; reads its header.
+
+    Args:
+        takes_quanto: the host reads files of optimum-quanto.
 
     Raises:
         InvalidInput: it is damaged, or in a quantized format of other libraries; names who loads that.
     """
-    found = describe_for_host(tensor.name for tensor in read_header(path).tensors)
+    names = [tensor.name for tensor in read_header(path).tensors]
+    found = describe_foreign(names) if takes_quanto else describe_for_host(names)
     if found:
         raise InvalidInput(f"{path}: {found}")
 

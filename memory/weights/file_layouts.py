@@ -29,6 +29,7 @@ __all__ = [
     "describe_quantized",
     "file_tensors",
     "in_base64",
+    "is_quanto",
     "layout_metadata",
 ]
 
@@ -41,7 +42,7 @@ FILE_FORMS = {name.replace(" ", "-"): name for name in CODES}
 # What the names of quantized files' tensors end with, what they are called, and what loads them.
 SIGNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((".comfy_quant", "scaled_fp8", ".scale_weight"), "ComfyUI's quantized format", "ComfyUI's own loaders and ours"),
-    (("._data", "._data._data"), "optimum-quanto's format", "load_model here, optimum-quanto and mmgp"),
+    (("._data", "._data._data"), "optimum-quanto's format", "our loaders, optimum-quanto and mmgp"),
     ((".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".weight.absmax", ".SCB"),
      "bitsandbytes' format", "bitsandbytes, through diffusers or transformers"),
     ((".wscales",), "SVDQuant's format", "ComfyUI-nunchaku"),
@@ -122,6 +123,11 @@ def describe_foreign(names: Iterable[str]) -> str:
 def describe_for_host(names: Iterable[str]) -> str:
     """Return the same of formats that ComfyUI's own models cannot be loaded from."""
     return describe(names, SIGNS[1:])
+
+
+def is_quanto(names: Iterable[str]) -> bool:
+    """Whether a file is in optimum-quanto's format, by its tensors' names."""
+    return bool(describe(names, SIGNS[1:2]))
 
 
 def describe_quantized(names: Iterable[str]) -> str:

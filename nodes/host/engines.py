@@ -30,10 +30,13 @@ class Choice:
         return self.engine == DYNAMIC
 
 
-def choose_engine(request: Request, *, name: str, kind: str, loaded_on: torch.device | None = None) -> Choice:
+def choose_engine(
+    request: Request, *, name: str, kind: str, loaded_on: torch.device | None = None, reads_itself: bool = True
+) -> Choice:
     """Return the engine for a model: what was asked for, or where that is ``auto``, core's where it can do the job.
 
     Args:
+        reads_itself: core reads its file as it is.
         loaded_on: the device of a dynamic model that another loader made; it cannot be dynamic elsewhere.
 
     Raises:
@@ -45,7 +48,7 @@ def choose_engine(request: Request, *, name: str, kind: str, loaded_on: torch.de
         if request.engine == AUTO_ENGINE:
             return Choice(engine=BLOCKS)
         return Choice(engine=BLOCKS, notes=(text_of_off(),))
-    reason = why_blocks(request, name, kind, loaded_on)
+    reason = why_blocks(request, name, kind, loaded_on) if reads_itself else "ComfyUI cannot read its file by itself"
     if reason is None:
         return Choice(engine=DYNAMIC)
     if request.engine == DYNAMIC:

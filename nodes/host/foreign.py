@@ -34,6 +34,8 @@ PATCHING = frozenset(
 class JoinedPatcher(HighwaterPatcher):
     """Ours before another pack's patcher of packed weights."""
 
+    can_repatch = False  # theirs takes all patches off its tensors
+
     def clone(self, *args: Any, **options: Any) -> ModelPatcher:
         """As core's; also where the other pack's returns a patcher of its own class."""
         clone: Any = super().clone(*args, **options)
@@ -49,13 +51,14 @@ class JoinedPatcher(HighwaterPatcher):
         self.hosted.said[key] = weight.attributes
         with weight.saying():
             self.patch_weight_to_device(key, device_to=torch.device("cpu"))
-        self.hosted.note_patched(key)
+        self.hosted.note_patched(key, self.patches[key], None)
 
-    def write_originals(self) -> None:
-        for key in list(self.hosted.said):
-            self.hosted.weights[key].say(self.hosted.said.pop(key))
-            self.hosted.take_patched(key)
-        super().write_originals()
+    def write_original(self, key: str) -> None:
+        if key not in self.hosted.said:
+            super().write_original(key)
+            return
+        self.hosted.weights[key].say(self.hosted.said.pop(key))
+        self.hosted.take_patched(key)
 
 
 @cache

@@ -27,6 +27,7 @@ from .hosted import PARTS, Request, hosted_of, patcher_of
 from .load_device import load_device_for
 from .private_weights import record_dtypes_of_vision
 from .quantizing import OwnInt8
+from .quanto_files import as_own_int8, is_quanto
 from .reading import Reading, read_by
 
 __all__ = [
@@ -57,7 +58,9 @@ def read_diffusion_model(path: str, reading: Reading | None = None, int8: OwnInt
     patcher: ModelPatcher | None = None
     if reading is not None:
         tensors, metadata = reading.state(path)
-        if int8 is not None:
+        if is_quanto(path):
+            tensors = as_own_int8(path, tensors, renames=True)
+        elif int8 is not None:
             tensors = int8.quantize(path, tensors)
         patcher = comfy.sd.load_diffusion_model_state_dict(tensors, metadata=metadata)
     return patcher or comfy.sd.load_diffusion_model(path)  # which says what it cannot load
@@ -81,6 +84,8 @@ def read_text_encoder(
     states = []
     for path in paths:
         tensors, metadata = reading.state(path, safe_load=True)
+        if is_quanto(path):
+            tensors = as_own_int8(path, tensors, renames=False)
         states.append(comfy.utils.convert_old_quants(tensors, model_prefix="", metadata=metadata)[0])
     return comfy.sd.load_text_encoder_state_dicts(states, **how)
 
@@ -141,9 +146,9 @@ def read_clip_vision(path: str, reading: Reading | None) -> Any:
 
 def load_diffusion_model(path: str, request: Request) -> ModelPatcher:
     """Load a diffusion model file; the weights rest in host memory until core asks for them."""
-    check_file(path)
+    check_file(path, takes_quanto=True)
     name = Path(path).stem
-    choice = choose_engine(request, name=name, kind="diffusion")
+    choice = choose_engine(request, name=name, kind="diffusion", reads_itself=not is_quanto(path))
     int8 = OwnInt8(request, name)
     read = partial(read_diffusion_model, path, int8=int8)
     with read_by(read, [path], dynamic=choice.is_dynamic) as (patcher, reading):
@@ -162,9 +167,9 @@ def reload_diffusion_model(path: str, request: Request, disable_dynamic: bool = 
 def load_text_encoder(paths: Sequence[str], clip_type: str, request: Request) -> Any:
     """Load a text encoder from one to four files; ``clip_type`` as core's loaders name it."""
     for path in paths:
-        check_file(path)
+        check_file(path, takes_quanto=True)
     name = "+".join(Path(path).stem for path in paths)
-    choice = choose_engine(request, name=name, kind="text")
+    choice = choose_engine(request, name=name, kind="text", reads_itself=not any(map(is_quanto, paths)))
     read = partial(read_text_encoder, paths, clip_type, dynamic=choice.is_dynamic)
     with read_by(read, paths, dynamic=choice.is_dynamic) as (clip, reading):
         if is_dynamic(clip.patcher) and choice.is_dynamic:
@@ -301,7 +306,7 @@ def steer_new(patcher: ModelPatcher, request: Request, *, name: str, kind: str) 
     return steer(patcher, request, name=name, kind=kind, notes=notes)
 
 
-def check_file(path: str) -> None:
+def check_file(path: str, *, takes_quanto: bool = False) -> None:
     """Refuse a damaged safetensors file before core reads it. Raises `InvalidInput`."""
     if path.lower().endswith((".safetensors", ".sft")):
-        refuse_damaged(path)
+        refuse_damaged(path, takes_quanto=takes_quanto)

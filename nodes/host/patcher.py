@@ -38,6 +38,9 @@ Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
 class HighwaterPatcher(ModelPatcher):
     """A patcher whose residency the manager decides. Works on any model that core has built a patcher for."""
 
+    can_repatch = True
+    """Whether other patches can be put on while the model stays on its device."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -78,7 +81,7 @@ class HighwaterPatcher(ModelPatcher):
         if before is not None and device_name(before) != device_name(device_to):
             extra_memory += self.model.model_loaded_weight_memory
             self.unpatch_model(self.offload_device, unpatch_weights=True)
-        self.hosted.note_repatching(True)
+        self.hosted.note_repatching(self.can_repatch)
         try:
             loaded: int | None = super().partially_load(device_to, extra_memory, force_patch_weights)
         finally:

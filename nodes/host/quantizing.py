@@ -16,7 +16,7 @@ from ...memory.hosted_component import Precision, precision_for, quantize_tensor
 from .hosted import Request, is_cpu
 from .load_device import load_device_for
 
-__all__ = ["OwnInt8"]
+__all__ = ["CORES_NAME", "OwnInt8", "is_named_as_in_core"]
 
 INT8, CORES_NAME = "int8", "int8_tensorwise"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .pipeline_folders import MODEL_INDEX, component_origins, read_json, weights_files
+from .pipeline_folders import MODEL_INDEX, component_origins, is_quantized, read_json, weights_files
 
 if TYPE_CHECKING:
     from ...memory.weights.loading import Loading
@@ -18,7 +18,7 @@ __all__ = ["read_loadings"]
 def read_loadings(folder: Path, dtypes: Mapping[str, str]) -> dict[str, Loading]:
     """Return how the components of a checked folder are loaded now; reads JSON files and headers.
 
-    None for those whose files are not plain (`weights_files`).
+    None for those whose files are not plain (`weights_files`), and for quantized ones, which are not read yet.
 
     Args:
         dtypes: of the components, as `check_pipeline` returns them.
@@ -33,7 +33,8 @@ def read_loadings(folder: Path, dtypes: Mapping[str, str]) -> dict[str, Loading]
     origins = component_origins(folder, index)
     found = {}
     for name, dtype in dtypes.items():
-        files = tuple(FileIdentity.of(path)[0] for path in weights_files(folder / name))
+        paths = weights_files(folder / name)
+        files = tuple(FileIdentity.of(path)[0] for path in paths) if not is_quantized(paths) else ()
         made = [str(index.get("_class_name")), name, *origins[name], dtype, digest_configs(folder / name)]
         if files:
             found[name] = Loading(made=" ".join(made), files=files)

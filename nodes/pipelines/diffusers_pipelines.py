@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .pipeline_folders import MODEL_CONFIG, MODEL_INDEX, check_pipeline, component_origins, read_json, weights_files
+from .pipeline_folders import (
+    MODEL_CONFIG,
+    MODEL_INDEX,
+    check_pipeline,
+    component_origins,
+    is_quantized,
+    read_json,
+    weights_files,
+)
 
 if TYPE_CHECKING:
     from ...memory.weights.source import WeightsSource
@@ -105,13 +113,15 @@ def load_with_sources(folder: Path) -> tuple[Any, dict[str, WeightsSource]]:
 
 
 def find_sources(pipe: Any, folder: Path) -> dict[str, WeightsSource]:
-    """Return the files of a loaded pipeline's components, in which they may rest; reads their headers."""
+    """Return the files of a loaded pipeline's components, in which they may rest; reads their headers.
+
+    Models of quantized files know theirs."""
     from torch import nn
 
     return {
         name: find_source(model, paths)
         for name, model in pipe.components.items()
-        if isinstance(model, nn.Module) and (paths := weights_files(folder / name))
+        if isinstance(model, nn.Module) and (paths := weights_files(folder / name)) and not is_quantized(paths)
     }
 
 
@@ -187,7 +197,10 @@ def count_tensors(path: Path) -> int:
 
 
 def load_model(place: Path, model_class: Any, dtype: str) -> Any:
-    """Load one model of a pipeline. Raises as `load_component`."""
+    """Load one model of a pipeline; of quantized files it stays in them for now. Raises as `load_component`."""
+    paths = weights_files(place)
+    if is_quantized(paths or sorted(place.glob("*.safetensors"))):
+        return load_quantized(place, paths, model_class)
     import torch
 
     from ...memory.errors import InvalidInput
@@ -209,6 +222,20 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
             f"such as {lost[0]}"
         )
     return model
+
+
+def load_quantized(place: Path, paths: Sequence[Path], model_class: Any) -> Any:
+    """Load a model of quantized files, whose codes go as they are to where they rest; the libraries lack their scales.
+
+    Raises:
+        InvalidInput: which files it is made of is not plain, or they are of a format or a class that cannot be read.
+    """
+    from ...memory.errors import InvalidInput
+    from ...memory.model_loading import load_model as load_from_file
+
+    if not paths:
+        raise InvalidInput(f"{place}: has several files of weights, one of them quantized; keep those of one variant")
+    return load_from_file(paths, model_class, config=place / MODEL_CONFIG)
 
 
 def import_diffusers() -> Any:

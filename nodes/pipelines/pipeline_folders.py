@@ -23,6 +23,7 @@ __all__ = [
     "check_pipeline",
     "component_origins",
     "find_pipeline",
+    "is_quantized",
     "is_to_be_made",
     "list_pipelines",
     "pipeline_choices",
@@ -295,6 +296,14 @@ def weights_files(place: Path) -> list[Path]:
         if (place / f"{name}.index.json").is_file():
             found.append(read_shards(place / f"{name}.index.json"))
     return found[0] if len(found) == 1 else []
+
+
+def is_quantized(paths: Sequence[Path]) -> bool:
+    """Whether any of these files is in a quantized format that is known; reads headers."""
+    from ...memory.weights.file_layouts import describe_quantized
+    from ...memory.weights.safetensors_header import read_header
+
+    return any(describe_quantized(tensor.name for tensor in read_header(path).tensors) for path in paths)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from highwater.memory.quantizing import quantize_file
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
@@ -175,14 +176,65 @@ def test_a_name_that_leads_elsewhere_is_refused(gpu_host: HostProcess, name: str
     assert why in refused.value.text
 
 
-@pytest.mark.expects_errors
-def test_a_file_of_another_library_is_refused_with_who_loads_it(
-    gpu_host: HostProcess, made: Path, models: Path
+@pytest.mark.parametrize("with_lora", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_file_in_qint8_computes_as_its_codes_in_cores_own_int8(
+    gpu_host: HostProcess, models: Path, name: str, with_lora: bool
 ) -> None:
-    path = gpu_host.base / "models" / "diffusion_models" / "quanto.safetensors"
-    quantize_file(models / "diffusion_models" / "tiny_flux.safetensors", path, "qint8")
+    if with_lora and name != "flux":
+        pytest.skip("there is no LoRA for it")
+    folder = gpu_host.base / "models" / "diffusion_models"
+    quanto, own = folder / f"{name}_qint8.safetensors", folder / f"{name}_qint8_own.safetensors"
+    if not quanto.exists():
+        quantize_file(models / "diffusion_models" / SOURCES[name], quanto, "qint8")
+        save_file(in_cores_names(load_file(quanto)), own)
+    want = sample(gpu_host, CORE, name, "qint8_own", with_lora)
+    for way in ("resident", "streamed", "split"):
+        got = sample(gpu_host, WAYS[way], name, "qint8", with_lora)
+        assert all(torch.equal(got[key], want[key]) for key in want), way
+
+
+def in_cores_names(tensors: Tensors) -> Tensors:
+    """Return the tensors of a file in qint8 as ComfyUI's int8 files have them, written by hand."""
+    told = torch.tensor(list(b'{"format": "int8_tensorwise"}'), dtype=torch.uint8)
+    made = {}
+    for name, tensor in tensors.items():
+        layer, _, kind = name.removesuffix("._data").removesuffix("._scale").rpartition(".")
+        if name.endswith("._data"):
+            made |= {f"{layer}.weight": tensor, f"{layer}.comfy_quant": told.clone()}
+        elif name.endswith("._scale"):
+            made[f"{layer}.weight_scale"] = tensor.float()
+        elif kind not in ("input_scale", "output_scale"):
+            made[name] = tensor
+    return made
+
+
+def test_a_text_encoder_in_qint8_computes_as_its_codes_stand_for(gpu_host: HostProcess, models: Path) -> None:
+    folder = gpu_host.base / "models" / "text_encoders"
+    quantize_file(models / "text_encoders" / "clip_l.safetensors", folder / "clip_qint8.safetensors", "qint8")
+    save_file(in_cores_names(load_file(folder / "clip_qint8.safetensors")), folder / "clip_own.safetensors")
+
+    def encode(loaders: Loaders, name: str) -> Tensors:
+        gpu_host.forget()
+        graph = Graph()
+        clip = loaders.text_encoder(graph, name)
+        graph.keep(graph.add("CLIPTextEncode", clip=clip, text="a red fox"))
+        return gpu_host.run(graph.nodes).kept()
+
+    want = encode(CORE, "clip_own.safetensors")
+    got = encode(Loaders(), "clip_qint8.safetensors")
+    assert want and all(torch.equal(got[key], want[key]) for key in want)
+
+
+@pytest.mark.expects_errors
+@pytest.mark.parametrize("form", ["qint4", "qfloat8"])
+def test_other_codes_of_optimum_quanto_are_refused_with_who_loads_them(
+    gpu_host: HostProcess, models: Path, form: str
+) -> None:
+    path = gpu_host.base / "models" / "diffusion_models" / f"quanto_{form}.safetensors"
+    quantize_file(models / "diffusion_models" / "tiny_flux.safetensors", path, form)
     graph = Graph()
     graph.keep(sample_flux(graph, Loaders().diffusion_model(graph, path.name)))
     refused = gpu_host.run(graph.nodes)
     assert refused.outcome == "error"
-    assert "is in optimum-quanto's format, which is for load_model here" in refused.error
+    assert "is in another form of optimum-quanto than qint8 with a scale for each row" in refused.error
