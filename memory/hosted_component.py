@@ -291,6 +291,7 @@ class HostedComponent:
 
         Raises:
             InvalidInput: a weight is not encoded, or of another shape. Nothing has changed.
+            MemoryError, torch.OutOfMemoryError: some blocks have theirs; the same again, or none, can be set.
         """
         default_manager().hosting.set_factors(self.joined(), factors)
 

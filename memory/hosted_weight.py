@@ -151,14 +151,9 @@ class HostedWeight:
         return self.group.views.factors.get(self.group.index_of(self.slot.spec.name))
 
     def add_factors(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what it computes as, from a copy of the weight in that dtype; another copy where factors are added."""
+        """Return what it computes as, from the weight in that dtype; a copy where factors are added."""
         layer = self.factor_layer
-        if layer is None:
-            return weight
-        summed = weight.clone(memory_format=torch.contiguous_format)
-        up, down = (layer.get_parameter(part).detach().to(summed.device, summed.dtype) for part in ("up", "down"))
-        add_product(summed, up, down)
-        return summed
+        return weight if layer is None else sum_of(weight, layer)
 
     def adder(self) -> AddFactors | None:
         """Return the function that a host's layer applies to the weight if it reads it outside its block, or None."""
@@ -259,5 +254,12 @@ class AddFactors:
         group = self.group()
         if group is None or group.state is BlockState.COMPUTING:
             return weight
-        up, down = (self.layer.get_parameter(part).to(weight.device, weight.dtype) for part in ("up", "down"))
-        return weight + (up @ down).view(weight.shape)
+        return sum_of(weight, self.layer)
+
+
+def sum_of(weight: torch.Tensor, layer: FactorLayer) -> torch.Tensor:
+    """Return a copy of a weight with the product of side factors, as decoding makes it."""
+    summed = weight.detach().clone(memory_format=torch.contiguous_format)
+    up, down = (layer.get_parameter(part).detach().to(summed.device, summed.dtype) for part in ("up", "down"))
+    add_product(summed, up, down)
+    return summed

@@ -39,11 +39,12 @@ PROFILE_TOOLTIP = (
 )
 PRECISION_TOOLTIP = (
     "as stored: no change. fp8 scaled: weights of blocks rest in eight bits with a scale per tensor, half of 16 bits, "
-    "at an error of 0.027 in each: of a 23.8 GB Flux 15.2 GB rest, and on an H200 a streamed step takes 0.72 of the "
-    "time, one with all on the device 1.11. fp8 plain: without scales, as ComfyUI's fp8_e4m3fn, which loses up to 0.28 "
+    "at an error of 0.027 in each: of a 23.8 GB Flux 15.2 GB rest, and on an H200 a streamed step takes 0.65 of the "
+    "time, one with all on the device 1.12. fp8 plain: without scales, as ComfyUI's fp8_e4m3fn, which loses up to 0.28 "
     "of small weights. fp8 per row: a scale per row. e5m2: twice the error. int8: 255 steps per row: 15.2 GB, an error "
-    "of 0.009. qint8, qint4, qfloat8: as optimum-quanto; qint4 loses 0.1, and 11.2 GB rest. bf16, fp16: halve 32-bit "
-    "weights; 16-bit ones stay. by profile: 1 to 5 keep the diffusion model in eight bits, auto does not."
+    "of 0.009, 0.68 and 1.30 of the time. qint8, qint4, qfloat8: as optimum-quanto; qint4 loses 0.1, 11.2 GB rest, "
+    "0.60 and 1.44 of the time. bf16, fp16: halve 32-bit weights; 16-bit ones stay. by profile: 1 to 5 keep the "
+    "diffusion model in eight bits, auto does not."
 )
 EACH_ITS_OWN = "Each part may have its own: diffusion=fp8 scaled,text=bf16."
 MAX_SEED = 0xFFFFFFFFFFFFFFFF

@@ -102,9 +102,14 @@ class Hosting:
     def set_factors(self, member: Member, factors: Mapping[str, SideFactors]) -> None:
         """Add these to a component's encoded weights in decoding. Raises as `FactorLayers.set`."""
         with self.lock.exclusive():
-            if member.managed.set_factors(factors):
-                self.capacity.outdate_plans()
-                self.measures.sample()
+            layers = member.managed.factors
+            before = layers.num_laid_out
+            try:
+                member.managed.set_factors(factors)
+            finally:
+                if layers.num_laid_out != before:
+                    self.capacity.outdate_plans()
+                    self.measures.sample()
 
     def unload(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""

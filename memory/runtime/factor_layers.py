@@ -33,29 +33,28 @@ class FactorLayers:
         self.owner = owner
         self.shares = shares
         self.packing = packing
-        self.given: Mapping[str, SideFactors] = {}
-        """What was set last, by the names of the weights."""
+        self.given: dict[str, SideFactors] = {}
+        """What is added to each weight now, by the names of these."""
+        self.num_laid_out = 0
+        """How often blocks got a new slab for their factors."""
 
-    def set(self, factors: Mapping[str, SideFactors]) -> bool:
-        """Add these to the weights of these names from now on, and nothing to others; returns whether sizes changed.
+    def set(self, factors: Mapping[str, SideFactors]) -> None:
+        """Add these to the weights of these names from now on, and nothing to others.
 
         Factors of the same ranks are overwritten where they are, those that are set already left alone.
 
         Raises:
             InvalidInput: a weight is not encoded, or of another shape. Nothing has changed.
+            MemoryError, torch.OutOfMemoryError: some blocks have theirs; the same again, or none, can be set.
         """
         self.refuse_unsuitable(factors)
-        before, self.given = self.given, dict(factors)
-        has_changed = False
         for share, bundle in self.bundles():
             names = [slot.spec.name for slot in bundle.own.slots]
-            had, wanted = ({name: each[name] for name in names if name in each} for each in (before, factors))
+            had, wanted = ({name: each[name] for name in names if name in each} for each in (self.given, factors))
             if ranks_of(had) == ranks_of(wanted):
-                overwrite(bundle, had, wanted)
+                self.overwrite(bundle, wanted)
             else:
                 self.lay_out(share, bundle, wanted)
-                has_changed = True
-        return has_changed
 
     def bundles(self) -> Iterator[tuple[DeviceShare, Bundle]]:
         return ((share, bundle) for share in self.shares for bundle in share.bundles)
@@ -75,11 +74,15 @@ class FactorLayers:
                 )
 
     def lay_out(self, share: DeviceShare, bundle: Bundle, wanted: Mapping[str, SideFactors]) -> None:
-        """Give a block a new slab for factors of other sizes than it had."""
+        """Give a block a new slab for factors of other sizes than it had; after an error it has none."""
+        self.num_laid_out += 1
         share.free_staging()
         share.forget_views()
         own = bundle.own
         own.views.add_in_decoding({})
+        for slot in own.slots:
+            self.given.pop(slot.spec.name, None)
+        self.packing.remove_added(share, bundle)
         layers, slots = {}, []
         for index in own.encoded:
             name = own.slots[index].spec.name
@@ -88,15 +91,17 @@ class FactorLayers:
                 slots += [slot_of(layers[index], part, f"{name} ({part})") for part in PARTS]
         self.packing.add(share, bundle, slots)
         own.views.add_in_decoding(layers)
+        self.given |= wanted
 
-
-def overwrite(bundle: Bundle, had: Mapping[str, SideFactors], wanted: Mapping[str, SideFactors]) -> None:
-    """Overwrite factors of the same sizes where they rest, or on their device."""
-    for name, each in wanted.items():
-        for part in PARTS:
-            if getattr(each, part) is not getattr(had[name], part):
-                assert bundle.added is not None
-                write(bundle.added, f"{name} ({part})", getattr(each, part))
+    def overwrite(self, bundle: Bundle, wanted: Mapping[str, SideFactors]) -> None:
+        """Overwrite factors of the same sizes where they rest, or on their device."""
+        for name, each in wanted.items():
+            had = self.given.pop(name)  # until all is written
+            for part in PARTS:
+                if getattr(each, part) is not getattr(had, part):
+                    assert bundle.added is not None
+                    write(bundle.added, f"{name} ({part})", getattr(each, part))
+            self.given[name] = each
 
 
 def write(group: WeightGroup, name: str, values: torch.Tensor) -> None:

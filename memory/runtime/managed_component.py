@@ -394,17 +394,21 @@ class ManagedComponent:
         *blocks, non_block = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
         return replace(self.component, blocks=tuple(blocks), non_block=non_block)
 
-    def set_factors(self, factors: Mapping[str, SideFactors]) -> bool:
-        """Add these to encoded weights in decoding, and nothing to others; returns whether sizes changed, so that the
-        component is to be loaded anew. Raises as `FactorLayers.set`."""
+    def set_factors(self, factors: Mapping[str, SideFactors]) -> None:
+        """Add these to encoded weights in decoding, and nothing to others. Raises as `FactorLayers.set`.
+
+        Where sizes changed (`FactorLayers.num_laid_out`) the component is to be loaded anew.
+        """
         self.settle()
-        if not self.factors.set(factors):
-            return False
-        self.component, plan = describe_joined(self.component, self.plan, self.shares)
-        self.plan = without_staging(plan)
-        self.forwards.describe(self.component)
-        self.forwards.note_unloaded()
-        return True
+        before = self.factors.num_laid_out
+        try:
+            self.factors.set(factors)
+        finally:
+            if self.factors.num_laid_out != before:
+                self.component, plan = describe_joined(self.component, self.plan, self.shares)
+                self.plan = without_staging(plan)
+                self.forwards.describe(self.component)
+                self.forwards.note_unloaded()
 
     def finish_loading(self) -> None:
         """Wait until what is loaded is on its devices; not for blocks that come before they are asked for."""

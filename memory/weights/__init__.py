@@ -17,6 +17,7 @@ __all__, __getattr__ = lazy_names(
         "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],
         "form_numbers": ["AS_THEY_CAME", "FormNumbers", "Forms", "rests_of"],
         "storage_form": ["AS_STORED", "EncodedForm", "StorageForm"],
+        "side_factors": ["SideFactors", "add_product"],
         "known_forms": ["FORMS", "encoded_form", "forms_in_file", "numbers_of"],
         "movable": ["has_packed_weights", "is_packed", "why_not_movable"],
         "quantized_leaves": ["PackedForm", "Wrapper", "form_of", "leaves_of"],

@@ -45,7 +45,8 @@ class HighwaterQuantizeFile(io.ComfyNode):
                     tooltip=(
                         "fp8-scaled: half of 16 bits, an error of 0.027 in each weight. int8: half, 0.009. Both are "
                         "for ComfyUI's own loaders, too. qint8, qfloat8: half, 0.009 and 0.027; qint4: 0.27 of 16 "
-                        "bits, 0.1. These are optimum-quanto's tensors, for Python."
+                        "bits, 0.1. These are optimum-quanto's tensors, for Load Pipeline and Python; qint8 also for "
+                        "Load Diffusion Model and Load Text Encoder."
                     ),
                 ),
                 io.String.Input(

@@ -36,8 +36,8 @@ def choose_engine(
     """Return the engine for a model: what was asked for, or where that is ``auto``, core's where it can do the job.
 
     Args:
-        reads_itself: core reads its file as it is.
         loaded_on: the device of a dynamic model that another loader made; it cannot be dynamic elsewhere.
+        reads_itself: core reads its file as it is.
 
     Raises:
         InvalidInput: ``dynamic`` was asked for, together with what only blocks can do.

@@ -49,15 +49,16 @@ class JoinedPatcher(HighwaterPatcher):
             super().write_patch(key, weight, device)
             return
         self.hosted.said[key] = weight.attributes
+        self.hosted.note_patched(key, self.patches[key], None)
         with weight.saying():
             self.patch_weight_to_device(key, device_to=torch.device("cpu"))
-        self.hosted.note_patched(key, self.patches[key], None)
 
     def write_original(self, key: str) -> None:
         if key not in self.hosted.said:
             super().write_original(key)
             return
-        self.hosted.weights[key].say(self.hosted.said.pop(key))
+        self.hosted.weights[key].say(self.hosted.said[key])
+        self.hosted.said.pop(key)
         self.hosted.take_patched(key)
 
 

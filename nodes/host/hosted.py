@@ -110,15 +110,15 @@ class Hosted(HostedComponent):
         """Note that a weight contains its patches."""
         self.patched[key] = list(patches), resting
 
-    def take_patched(self, key: str) -> Resting | None:
-        """Note that a weight is about to be its original again; returns how that rests if it is encoded."""
-        return self.patched.pop(key, ([], None))[1]
+    def take_patched(self, key: str) -> None:
+        """Note that a weight is its original again."""
+        self.patched.pop(key, None)
 
     def set_patch_factors(self, factored: dict[str, tuple[list[Any], SideFactors]]) -> None:
         """Add to encoded weights what these patches add, and nothing to others. Raises as `set_factors`."""
-        if factored or self.factored:
+        had, self.factored = self.factored, factored  # should it fail, there may be some of them
+        if factored or had:
             self.set_factors({key: factors for key, (_, factors) in factored.items()})
-        self.factored = factored
 
     def note_repatching(self, is_repatching: bool) -> None:
         """Note whether core takes patches off to put others on at once."""

@@ -158,10 +158,12 @@ class HighwaterPatcher(ModelPatcher):
             self.unmark_modules()
             backup = dict(self.backup)
             self.backup.clear()
-            # No device: core would call ``Module.to``. That moves nothing here, but puts wrappers of its own around
-            # quantized weights, whose scales are copies: what is written to the weights at rest would not show in them.
-            super().unpatch_model(None, unpatch_weights)
-            self.backup.update(backup)
+            try:
+                # No device: core would call ``Module.to``. That moves nothing here, but puts wrappers of its own around
+                # quantized weights, whose scales are copies: what is written to those at rest would not show in them.
+                super().unpatch_model(None, unpatch_weights)
+            finally:
+                self.backup.update(backup)
             if device_to is not None:
                 set_device_of(self.model, device_to)
             return
@@ -229,10 +231,12 @@ class HighwaterPatcher(ModelPatcher):
     def write_patch(self, key: str, weight: HostedWeight, device: torch.device) -> None:
         original = weight.original()
         resting = weight.leaves_at_rest() if weight.is_encoded else None
-        with weight.held_on(device):
-            self.patch_weight_to_device(key, device_to=device)
-        self.backup[key] = Backup(original, False)
         self.hosted.note_patched(key, self.patches[key], resting)
+        try:
+            with weight.held_on(device):
+                self.patch_weight_to_device(key, device_to=device)
+        finally:  # core notes one of its own; whatever fails, the original can be written
+            self.backup[key] = Backup(original, False)
 
     def keys_that_core_patches(self) -> frozenset[str]:
         """Return the keys whose patches core's own loader applies: it loads modules by its list, and leaves out
@@ -250,12 +254,13 @@ class HighwaterPatcher(ModelPatcher):
         self.hosted.set_patch_factors({})
 
     def write_original(self, key: str) -> None:
-        weight, original = self.hosted.weights[key], self.backup.pop(key).weight
-        resting = self.hosted.take_patched(key)
+        weight, (_, resting) = self.hosted.weights[key], self.hosted.patched[key]
         if resting is None:
-            weight.overwrite(original)
+            weight.overwrite(self.backup[key].weight)
         else:
             weight.put_leaves(*resting)
+        self.backup.pop(key, None)  # last: a failure leaves what it takes to write it again
+        self.hosted.take_patched(key)
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
         """Return what merging reads: the weight stores, which stay, and with them how encoded ones are decoded."""

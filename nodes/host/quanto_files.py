@@ -45,10 +45,11 @@ def as_own_int8(path: str, tensors: dict[str, Any], *, renames: bool) -> dict[st
     weights = {name.removesuffix(CODES): tensor for name, tensor in tensors.items() if name.endswith(CODES)}
     for name, codes in weights.items():
         scale = tensors.get(name + SCALE)
-        if codes.dtype is not torch.int8 or scale is None or scale.numel() != codes.shape[0]:
+        is_per_row = codes.dim() == 2 and scale is not None and scale.shape == (codes.shape[0], 1)
+        if codes.dtype is not torch.int8 or not is_per_row:
             raise InvalidInput(
-                f"{where}: {name} is in another form of optimum-quanto than qint8 with a scale for each row; "
-                "allowed here: qint8; load_model, Load Pipeline and mmgp read the others"
+                f"{where}: {name} is in another form of optimum-quanto than qint8 with a scale for each row of a "
+                "matrix; allowed here: qint8; load_model, Load Pipeline and mmgp read the others"
             )
     layers = {name.removesuffix(".weight") for name in weights}
     made = {}
@@ -57,7 +58,7 @@ def as_own_int8(path: str, tensors: dict[str, Any], *, renames: bool) -> dict[st
             made[name.removesuffix(CODES)] = tensor
         elif name.endswith(SCALE):
             layer = name.removesuffix(SCALE).removesuffix(".weight")
-            made[f"{layer}.weight_scale"] = tensor.to(torch.float32).reshape(-1, *[1] * (tensor.dim() - 1))
+            made[f"{layer}.weight_scale"] = tensor.to(torch.float32)
             told = json.dumps({"format": CORES_NAME}).encode()
             made[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         elif not (name.endswith(BESIDE) and name.rpartition(".")[0] in layers):

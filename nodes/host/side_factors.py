@@ -6,6 +6,7 @@ half a step: of most LoRAs much, of some all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,16 @@ def low_rank_of(patch: tuple[Any, ...], shape: Sequence[int]) -> SideFactors | N
         whole = scaled if length == rows else torch.zeros(rows, rank)
         if whole is not scaled:
             whole[begin : begin + length] = scaled
-        return SideFactors(up=whole, down=down.flatten(1).to("cpu"))
+        return balanced(whole, down.flatten(1).to("cpu", torch.float32))
+
+
+def balanced(up: torch.Tensor, down: torch.Tensor) -> SideFactors:
+    """Return factors of like magnitudes with the same product: in float16 one of them might be too small to be held."""
+    largest = [float(each.abs().max()) if each.numel() else 0.0 for each in (up, down)]
+    if min(largest) > 0 and all(map(math.isfinite, largest)):
+        power = round(math.log2(largest[1] / largest[0]) / 2)
+        up, down = torch.ldexp(up, torch.tensor(power)), torch.ldexp(down, torch.tensor(-power))
+    return SideFactors(up=up, down=down)
 
 
 def is_same(patches: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> bool:

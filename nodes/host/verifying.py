@@ -185,7 +185,8 @@ def decode_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]
             continue
         held = parameter_of(twin.model, key)
         with torch.no_grad(), torch.inference_mode(False):
-            put_parameter(twin.model, key, weight.add_factors(weight.read_stored()).to(held.dtype))
+            stored = weight.read_stored().to(patcher.load_device)  # a sum on the CPU may differ by a step
+            put_parameter(twin.model, key, weight.add_factors(stored).to(held.device, held.dtype))
         if key in {*patcher.hosted.patched, *patcher.hosted.factored} and twin.patches.pop(key, None) is not None:
             patched.append(key)
     if patched:

@@ -18,7 +18,7 @@ __all__ = ["read_loadings"]
 def read_loadings(folder: Path, dtypes: Mapping[str, str]) -> dict[str, Loading]:
     """Return how the components of a checked folder are loaded now; reads JSON files and headers.
 
-    None for those whose files are not plain (`weights_files`), and for quantized ones, which are not read yet.
+    None for those whose files are not plain (`weights_files`), and for quantized ones, of which weights are not kept.
 
     Args:
         dtypes: of the components, as `check_pipeline` returns them.

@@ -11,6 +11,9 @@ import torch
 from highwater.benchmarks.gpu_worker import build_transformer
 from highwater.benchmarks.gpu_worker import make_inputs as make_flux_inputs
 from highwater.memory import load_model, load_weights, manage, quantize_file
+from highwater.memory.hosted_component import HostedComponent, SideFactors
+from highwater.memory.options.precision import Precision
+from highwater.memory.options.profile import parse_profile
 from highwater.tests.gpu.conftest import Card
 from highwater.tests.gpu.models import build, make_inputs, reference, weight_bytes
 
@@ -86,6 +89,42 @@ def test_a_quantized_file_computes_what_its_codes_stand_for(
         with card.manager() as manager, manage(loaded, profile=profile, placement=placement, manager=manager):
             for x, want in zip(inputs, wanted, strict=True):
                 assert torch.equal(loaded(x.to(card.torch_device)).cpu(), want)
+
+
+@pytest.mark.parametrize("form", ["fp8 scaled", "int8", "qint4"])
+def test_side_factors_are_added_alike_streamed_and_resident(
+    card: Card, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(card, 2, torch.bfloat16)
+    outputs = {}
+    for name in (None, 0.7):
+        net = build(card, dtype=torch.bfloat16)
+        names = [name for name, weight in net.named_parameters() if weight.dim() == 2 and "embed" not in name]
+        with card.manager() as manager:
+            monkeypatch.setattr("highwater.memory.hosted_component.default_manager", lambda manager=manager: manager)
+            profile = parse_profile(as_profile(name, weight_bytes(net) // 2), devices=["gpu:0"])
+            hosted = HostedComponent("net", "diffusion", profile=profile, precision=Precision(form))
+            hosted.join(net, card.torch_device)
+            encoded = [name for name in names if name in hosted.encoded_names]
+            found = []
+            for strength in (0.0, 1.0, 0.5):
+                hosted.set_factors({name: factors_for(net, name, strength) for name in encoded} if strength else {})
+                hosted.load()
+                found.append([net(x.to(card.torch_device)).cpu() for x in inputs])
+                manager.ledger.check()
+            outputs[name] = found
+            hosted.release()
+    for resident, streamed in zip(outputs[None], outputs[0.7], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(resident, streamed, strict=True))
+    plain, whole, half = (each[0] for each in outputs[None])
+    assert not torch.equal(plain, whole) and not torch.equal(whole, half)
+
+
+def factors_for(net: torch.nn.Module, name: str, strength: float) -> SideFactors:
+    rows, columns = net.get_parameter(name).shape
+    generator = torch.Generator().manual_seed(len(name))
+    up, down = (torch.randn(shape, generator=generator) * 0.02 for shape in ((rows, 8), (8, columns)))
+    return SideFactors(up=up * strength, down=down)
 
 
 def test_an_evicted_module_comes_back_unchanged(card: Card) -> None:

@@ -11,6 +11,7 @@ __all__, __getattr__ = lazy_names(
         "resident_copy": ["ResidentCopy"],
         "staging": ["StagingArea", "StagingSlot"],
         "read_on_use": ["ReadOnUse"],
+        "computing_views": ["FactorLayer"],
         "weight_group": ["WeightGroup"],
         "pristine_slab": ["KnownOrigins", "PristineSlab", "find_origins", "lying_in", "slab_of"],
         "group_reading": ["read_into_memory", "read_resting"],

@@ -74,7 +74,7 @@ class UnreadWeight(torch.Tensor):
         others = [value for value in given if not isinstance(value, UnreadWeight)]
         # Between tensors without memory, as code computes to learn shapes, only the form matters.
         is_form = bool(others) and all(type(other) in PLAIN and other.is_meta for other in others)
-        if not is_form and not (function in FORM or name in ASKS or name in SHOWS):
+        if not (is_form or function in FORM or name in ASKS or name in SHOWS):
             raise own.unread.refusal()
         with plainly():
             return function(*args, **kwargs)
