@@ -13,7 +13,7 @@ import torch
 
 from ..errors import InvalidInput
 from ..weights.side_factors import SideFactors
-from .blocks.added_layers import describe
+from .blocks.added_layers import describe_tensor
 from .blocks.bundle import Bundle
 from .blocks.computing_views import FactorLayer
 from .blocks.weight_group import WeightGroup
@@ -114,7 +114,7 @@ def write(group: WeightGroup, name: str, values: torch.Tensor) -> None:
 
 
 def slot_of(layer: FactorLayer, part: str, name: str) -> ParameterSlot:
-    spec = replace(describe(layer.get_parameter(part)), name=name)
+    spec = replace(describe_tensor(layer.get_parameter(part)), name=name)
     return ParameterSlot(spec, ((layer, part),), is_buffer=False)
 
 

@@ -17,7 +17,7 @@ __all__, __getattr__ = lazy_names(
         "group_reading": ["read_into_memory", "read_resting"],
         "unpacking": ["discard", "unpack"],
         "weight_swaps": ["Swaps", "foreign_tensors"],
-        "added_layers": ["Structure", "Tree", "return_to_host", "walk"],
+        "added_layers": ["Structure", "Tree", "describe_tensor", "return_to_host", "walk"],
         "bundle": ["Bundle"],
         "claimed_weights": ["read_claimed"],
     },

@@ -23,7 +23,7 @@ from ...weights.quantized_leaves import form_of, leaves_of
 from ..tensors.encoded_weight import EncodedWeight
 from ..tensors.parameter_slots import ParameterSlot, repoint
 
-__all__ = ["Structure", "Tree", "return_to_host", "walk"]
+__all__ = ["Structure", "Tree", "describe_tensor", "return_to_host", "walk"]
 
 
 class Structure:
@@ -98,7 +98,7 @@ class Tree:
                     if slot is None:
                         is_inference = tensor.is_inference()
                         slot = ParameterSlot(
-                            describe(tensor), (), is_buffer, form=form_of(tensor), is_inference=is_inference
+                            describe_tensor(tensor), (), is_buffer, form=form_of(tensor), is_inference=is_inference
                         )
                         entry_of[id(tensor)] = slot
                         added[id(slot)] = home, slot
@@ -129,7 +129,7 @@ def walk(root: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple[str
         to_visit += reversed(children)
 
 
-def describe(tensor: torch.Tensor) -> TensorSpec:
+def describe_tensor(tensor: torch.Tensor) -> TensorSpec:
     """Return a weight's numbers, without a name. Added weights are not cast, because other code computes with them."""
     dtype, shape = SAFETENSORS_NAMES[str(tensor.dtype)], tuple(tensor.shape)
     return TensorSpec(name="", dtype=dtype, shape=shape, leaves=leaf_bytes(tensor))
