@@ -10,6 +10,7 @@ import torch
 
 from highwater.tests.comfyui.graphs import CORE, Graph, Link, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.comfyui.test_lora import sample as sample_sd
 
 FORMS = ["fp8 scaled", "int8", "qint4"]
 MODES = {"resident": "auto", "streamed": "2.6MiB"}
@@ -123,3 +124,80 @@ def test_cores_own_adapters_beside_the_weights_work(gpu_host: HostProcess, form:
         found.append(sample(gpu_host, loaders, adapters, "LoraLoaderBypassModelOnly"))
         assert likeness(found[-1] - plain, effect) > 0.9
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("form", ["fp8 scaled", "int8", "qint4"])
+@pytest.mark.parametrize("case", ["clones_with_different_patches", "weight_hook", "merge", "lora_on_text"])
+def test_what_comfyui_does_with_patches_is_alike_wherever_weights_rest(
+    gpu_host: HostProcess, case: str, form: str, reference: Callable, ours: Callable
+) -> None:
+    found = {}
+    budget = "2.6MiB" if "text" not in case else "diffusion=24MiB,text=100MiB"
+    for mode, asked in (("resident", {}), ("streamed", {"profile": budget}), ("split", {"placement": SPLIT})):
+        gpu_host.forget()
+        found[mode] = ours(gpu_host, case, Loaders(kind="managed", precision=form, **asked))
+    for name, expected in reference(gpu_host, case).items():
+        assert all(torch.equal(tensors[name], found["resident"][name]) for tensors in found.values()), name
+        assert likeness(found["resident"][name], expected) > 0.9, name
+
+
+@pytest.mark.parametrize("form", ["fp8 scaled", "qint8"])
+def test_a_hook_on_a_weight_with_a_lora(gpu_host: HostProcess, form: str) -> None:
+    """Core computes what the hook does from the patched weight, so the LoRA is merged where a hook is."""
+
+    def run(loaders: Loaders, *, with_hook: bool = True) -> torch.Tensor:
+        gpu_host.forget()
+        graph = Graph()
+        model = lora(graph, managed(graph, loaders), 1.0, f"{PLAIN}.safetensors")
+        conditioning = graph.conditioning(1)
+        if with_hook:
+            hook = graph.add("CreateHookLoraModelOnly", lora_name=f"{SECOND}.safetensors", strength_model=0.8)
+            whole = {"strength": 1.0, "set_cond_area": "default", "hooks": hook}
+            conditioning = graph.add("ConditioningSetProperties", cond_NEW=conditioning, **whole)
+        latent = graph.add("EmptySD3LatentImage", width=64, height=64, batch_size=1)
+        graph.keep(graph.sampler(model, conditioning, graph.conditioning(2), latent, cfg=1.0, steps=2))
+        result = gpu_host.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+        (kept,) = result.kept().values()
+        return kept
+
+    want, without = run(CORE), run(CORE, with_hook=False)
+    found = [run(Loaders(precision=form, profile=profile)) for profile in MODES.values()]
+    assert torch.equal(*found)
+    plain = run(Loaders(precision=form), with_hook=False)
+    assert likeness(found[0] - plain, want - without) > 0.9
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["sd_convolution_lora", "sd_norm_differences", "sd_convolution_differences"])
+def test_convolutions_norms_and_unknown_keys(gpu_host: HostProcess, name: str, form: str) -> None:
+    def run(loaders: Loaders, lora_name: str | None) -> torch.Tensor:
+        gpu_host.forget()
+        return sample_sd(gpu_host, loaders, lora_name)
+
+    before = len(gpu_host.log())
+    effect = run(CORE, name) - run(CORE, None)
+    plain = run(Loaders(precision=form), None)
+    found = [run(Loaders(precision=form, **asked), name) for asked in ({}, {"profile": "24MiB"}, {"placement": SPLIT})]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert likeness(found[0] - plain, effect) > 0.6
+    if name == "sd_convolution_lora":
+        assert "lora key not loaded: of_another_program" in gpu_host.log()[before:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_saved_with_a_lora_is_what_computes(gpu_host: HostProcess, form: str) -> None:
+    gpu_host.forget()
+    want = sample(gpu_host, Loaders(precision=form), ((PLAIN, 0.7),))
+    graph = Graph()
+    model = lora(graph, managed(graph, Loaders(precision=form)), 0.7, f"{PLAIN}.safetensors")
+    graph.add("ModelSave", model=model, filename_prefix=f"saved/lora over {form}")
+    assert gpu_host.run(graph.nodes).outcome == "success"
+    (path,) = (gpu_host.base / "output" / "saved").glob(f"lora over {form}*.safetensors")
+    target = gpu_host.base / "models" / "diffusion_models" / f"saved {form}.safetensors"
+    path.rename(target)
+    gpu_host.forget()
+    graph = Graph()
+    graph.keep(sample_flux(graph, CORE.diffusion_model(graph, target.name)))
+    (got,) = gpu_host.run(graph.nodes).kept().values()
+    assert torch.equal(got, want)
