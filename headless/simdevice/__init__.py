@@ -71,8 +71,10 @@ class SimDeviceSpec:
     """One device: its capacity and speed, in bytes, bytes per second and seconds.
 
     A kernel takes the longer of the times for its flops and its memory traffic. A copy takes ``latency_s`` plus its
-    bytes over the link. Launching either costs the host ``launch_s``. Every allocation is rounded up to ``round_to``
-    bytes. ``reserve_bytes`` are in use from the start, like a driver's context.
+    bytes over the link. The streams of a device share one engine that computes, and three links: from the host, to it,
+    and one for both directions to other devices. Launching a kernel or a copy costs the host ``launch_s``. Every
+    allocation is rounded up to ``round_to`` bytes. ``reserve_bytes`` are in use from the start, like a driver's
+    context.
     """
 
     total_bytes: int
@@ -323,6 +325,7 @@ def stream_time_s(stream: torch.Stream) -> float:
 def advance(where: torch.device | str | torch.Stream, seconds: float) -> None:
     """Run a simulated kernel of this length on a stream, or on a device's current stream. Costs the host a launch.
 
+    It takes longer where kernels of other streams have the device's engine meanwhile.
     For the device "cpu" the host itself is busy for this time.
     """
     if isinstance(where, torch.Stream):

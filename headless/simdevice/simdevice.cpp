@@ -8,11 +8,19 @@
 //
 // [Note: three books are kept]
 // Bytes: every allocation is charged exactly; over the capacity it is a torch.OutOfMemoryError.
-// Time: virtual seconds, one clock per stream, per link and for the host. No wall clock is read, so the same
-//   program gives the same times. An operation starts when the host has launched it, its stream is free and
-//   (for a copy) its link is free.
+// Time: virtual seconds, one clock per stream and for the host. No wall clock is read, so the same program gives the
+//   same times. An operation starts when the host has launched it, its stream is free and the engine is free on which
+//   it runs: see [Note: shared engines].
 // Order: a vector clock per stream and for the host says which operations are known to be finished. Two
 //   accesses to overlapping bytes, one of them a write, that no event, stream or host wait orders, are a race.
+//
+// [Note: shared engines]
+// A device computes on one engine, which also copies within the device. Other copies run on three more: the link to the
+// host in each direction, and the one to other devices. An engine does one thing at a time, so kernels on two streams
+// take as long as on one; kernels and copies overlap. The time of an operation is settled when it is queued and does
+// not move afterwards: it takes what those before it have left free from the moment at which it is ready, in parts if
+// need be (a card mixes the thread blocks and packets of its streams). So an operation that waits for an event holds up
+// none that is ready before it, and the compute engine is never idle while a kernel is ready.
 //
 // [Note: deferred copies]
 // Work runs when it is submitted, in the order of the program, which hides a missing wait. So, on request, an
@@ -53,9 +61,10 @@
 // asked and told outside of `state_mutex`, for it has locks of its own, under which it calls these functions.
 //
 // [Note: what is left out]
-// Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, graphs. Memory traffic counts every argument once, launches cost the same for all kernels, links are
-// not shared between devices, pinning takes no time. A strided tensor is one byte range to the order book, its gaps
-// included.
+// Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, graphs. Memory traffic
+// counts every argument once, launches cost the same for all kernels, a kernel fills its device however small it is,
+// links are not shared between devices, pinning takes no time. A strided tensor is one byte range to the order book, its
+// gaps included.
 //
 // [Note: one lock, and never the GIL under it]
 // `state_mutex` guards all of this file's state but the bytes that a deferred copy has moved. A thread may hold the GIL when it asks for the mutex, so
@@ -78,6 +87,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -122,6 +132,8 @@ constexpr int kErrorHostMemoryAlreadyRegistered = 712, kErrorHostMemoryNotRegist
 constexpr int64_t kHostRegisterFlags = 0xF;  // portable, mapped, I/O memory, read-only
 // What one look at an unfinished event costs the host; without it a polling loop would never end.
 constexpr double kPollSeconds = 1e-6;
+// No operation has so little left to do: rounding has. What fits a gap exactly ends with it.
+constexpr double kRoundingSeconds = 1e-12;
 
 // ---------------------------------------------------------------------------------------------- Order
 
@@ -276,6 +288,43 @@ struct DeferredCopy {
   }
 };
 
+// What does one thing at a time: see [Note: shared engines].
+class Engine {
+ public:
+  struct Gap {
+    double begin_s, end_s;
+  };
+
+  // The first time from a moment on in which it has nothing to do.
+  Gap next_gap(double from_s) const {
+    const auto next = busy_.upper_bound(from_s);
+    if (next != busy_.begin()) from_s = std::max(from_s, std::prev(next)->second);
+    return {from_s, next == busy_.end() ? std::numeric_limits<double>::infinity() : next->first};
+  }
+
+  // Take a part of a gap.
+  void occupy(double begin_s, double end_s) {
+    if (begin_s == end_s) return;
+    if (const auto next = busy_.find(end_s); next != busy_.end()) {
+      end_s = next->second;
+      busy_.erase(next);
+    }
+    const auto next = busy_.upper_bound(begin_s);
+    if (next != busy_.begin() && std::prev(next)->second == begin_s)
+      std::prev(next)->second = end_s;
+    else
+      busy_[begin_s] = end_s;
+  }
+
+  // Nothing will be asked about the time before.
+  void forget_until(double moment_s) {
+    while (!busy_.empty() && busy_.begin()->second <= moment_s) busy_.erase(busy_.begin());
+  }
+
+ private:
+  std::map<double, double> busy_;  // ends by beginnings; neighbours are joined
+};
+
 struct SimStream {
   int number = 0;        // unique over all devices, the index into vector clocks
   double free_at_s = 0;  // when its last operation ends
@@ -308,7 +357,7 @@ struct SimDevice {
   int64_t torch_bytes = 0, torch_peak = 0;  // of these what torch has allocated, the rest is a driver's
   Counters counters;
   Rates rates;
-  double h2d_free_at_s = 0, d2h_free_at_s = 0, peer_free_at_s = 0;  // the links
+  Engine compute, h2d, d2h, peer;
   std::array<SimStream, kStreams> streams;
   int next_pool_stream = 0;
   int64_t allocs_until_failure = 0, copies_until_failure = 0;  // 0: none
@@ -394,13 +443,29 @@ void run_deferred(SimStream& stream, int64_t up_to_operation) {
 
 void run_deferred(SimStream& stream) { run_deferred(stream, stream.last_operation); }
 
-// Put one operation on a stream: it takes `duration_s` once the host, the stream and the links are there.
-void enqueue(SimStream& stream, const Rates& rates, double duration_s, std::initializer_list<double*> links = {}) {
+// Run something on all of these engines together, in the first time that all of them have for it; return its end.
+double run_on(std::initializer_list<Engine*> engines, double ready_s, double duration_s) {
+  for (Engine* engine : engines) engine->forget_until(sim.host_s);
+  while (true) {
+    Engine::Gap gap{ready_s, std::numeric_limits<double>::infinity()};
+    for (const Engine* engine : engines) {
+      const Engine::Gap own = engine->next_gap(gap.begin_s);
+      gap = {own.begin_s, std::min(gap.end_s, own.end_s)};
+    }
+    // No time at all if the gap of one ends before that of another begins.
+    const double until_s = std::max(gap.begin_s, gap.end_s);
+    const double end_s = std::min(gap.begin_s + duration_s, until_s);
+    for (Engine* engine : engines) engine->occupy(gap.begin_s, end_s);
+    duration_s -= until_s - gap.begin_s;
+    if (duration_s <= kRoundingSeconds) return end_s;
+    ready_s = until_s;
+  }
+}
+
+// Put one operation on a stream: it takes `duration_s` of its engines' time once the host and the stream are there.
+void enqueue(SimStream& stream, const Rates& rates, double duration_s, std::initializer_list<Engine*> engines) {
   sim.host_s += rates.launch_s;
-  double start_s = std::max(sim.host_s, stream.free_at_s);
-  for (const double* link : links) start_s = std::max(start_s, *link);
-  stream.free_at_s = start_s + duration_s;
-  for (double* link : links) *link = stream.free_at_s;
+  stream.free_at_s = run_on(engines, std::max(sim.host_s, stream.free_at_s), duration_s);
   stream.last_operation++;
   // The host launched it after everything the host has waited for.
   stream.clock.learn(sim.host_clock);
@@ -1331,7 +1396,8 @@ class Call {
     SimStream& stream = current_stream(index_);
     device.counters.kernels++;
     const Rates& rates = device.rates;
-    enqueue(stream, rates, std::max(flops() / rates.flops_per_s, num_bytes / rates.memory_bytes_per_s));
+    enqueue(stream, rates, std::max(flops() / rates.flops_per_s, num_bytes / rates.memory_bytes_per_s),
+            {&device.compute});
     for (const Alias& alias : aliases_) touch(alias.on_sim, stream, alias.writes, traits_.name.c_str());
     for (const Tensor& result : results_) touch(result, stream, true, traits_.name.c_str());
     if (traits_.host_reads_result) host_waits(stream);
@@ -1490,12 +1556,12 @@ void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
     (to_device ? device.counters.h2d : device.counters.d2h)++;
     (to_device ? device.counters.h2d_bytes : device.counters.d2h_bytes) += num_bytes;
     const double rate = to_device ? device.rates.h2d_bytes_per_s : device.rates.d2h_bytes_per_s;
-    double& link = to_device ? device.h2d_free_at_s : device.d2h_free_at_s;
 
     const bool deferred = asynchronous && (sim.defer_copies || sim.copy_engine);
     if (sim.copy_engine && one_transfer && to_device && !pinned) staged = &stream;
     if (!deferred && !staged) run_deferred(stream);
-    enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate, {&link});
+    enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate,
+            {to_device ? &device.h2d : &device.d2h});
     touch(from, stream, false, name);
     touch(to, stream, true, name);
     if (!asynchronous) sim.host_s = std::max(sim.host_s, stream.free_at_s);
@@ -1525,7 +1591,7 @@ void copy_between_devices(const Tensor& from, const Tensor& to) {
     stream_waits(source, record_event(destination));
     const double rate = std::min(sender.rates.peer_bytes_per_s, receiver.rates.peer_bytes_per_s);
     enqueue(source, sender.rates, sender.rates.latency_s + num_bytes / rate,
-            {&sender.peer_free_at_s, &receiver.peer_free_at_s});
+            {&sender.peer, &receiver.peer});
     touch(from, source, false, kPeerCopy);
     touch(to, source, true, kPeerCopy);
     stream_waits(destination, record_event(source));
@@ -1540,7 +1606,8 @@ void copy_on_device(const Tensor& from, const Tensor& to) {
     SimStream& stream = current_stream(to.device().index());
     run_deferred(stream);
     device.counters.kernels++;
-    enqueue(stream, device.rates, (bytes_of(from) + bytes_of(to)) / device.rates.memory_bytes_per_s);
+    enqueue(stream, device.rates, (bytes_of(from) + bytes_of(to)) / device.rates.memory_bytes_per_s,
+            {&device.compute});
     touch(from, stream, false, kCopyOnDevice);
     touch(to, stream, true, kCopyOnDevice);
   }
@@ -1589,7 +1656,7 @@ void read_on_host(const Tensor& tensor) {
   const Rates& rates = device_at(tensor.device().index()).rates;
   SimStream& stream = current_stream(tensor.device().index());
   run_deferred(stream);
-  enqueue(stream, rates, rates.latency_s);
+  enqueue(stream, rates, rates.latency_s, {});
   touch(tensor, stream, false, kItem);
   host_waits(stream);
 }
@@ -1762,7 +1829,7 @@ void reset_clock() {
   sim.host_s = 0;
   sim.clock_resets++;
   for (auto& device : sim.devices) {
-    device.h2d_free_at_s = device.d2h_free_at_s = device.peer_free_at_s = 0;
+    device.compute = device.h2d = device.d2h = device.peer = {};
     for (auto& stream : device.streams) stream.free_at_s = 0;
   }
 }
@@ -1793,7 +1860,7 @@ void advance(int64_t index, int64_t stream_id, double seconds) {
   SimStream& stream = device.streams.at(stream_id < 0 ? current_streams[index] : stream_id);
   run_deferred(stream);
   device.counters.kernels++;
-  enqueue(stream, device.rates, seconds);
+  enqueue(stream, device.rates, seconds, {&device.compute});
 }
 
 // A tensor over device memory that a driver has mapped: see [Note: driver]. It does not own the bytes.
@@ -1917,7 +1984,7 @@ int highwater_sim_copy(int index, int64_t stream_id, void* to, const void* from,
   const bool deferred = pinned && (sim.defer_copies || sim.copy_engine);
   if (!deferred) run_deferred(stream);
   enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate,
-          {to_device ? &device.h2d_free_at_s : &device.d2h_free_at_s});
+          {to_device ? &device.h2d : &device.d2h});
   const char* name = to_device ? kCopyToDevice : kCopyToHost;
   const auto access = [&](const char* begin, bool writes) {
     return Access{begin, begin + num_bytes, stream.number, stream.last_operation, writes, name};
