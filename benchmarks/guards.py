@@ -179,8 +179,8 @@ def measure_run(work: Work, block_names: list[str], *, tags: bool, evicts: bool)
         stack.enter_context(simdevice.cluster([spec]))
         stack.enter_context(torch.no_grad())
         if not tags:
-            for function in ("follow", "finish"):
-                stack.enter_context(unittest.mock.patch.object(LoadingTags, function, lambda *_: None))
+            stack.enter_context(unittest.mock.patch.object(LoadingTags, "follow", lambda *_: None))
+            stack.enter_context(unittest.mock.patch.object(LoadingTags, "finish", lambda tags: tags.copies.drain()))
         link_bytes_per_s(find_device("gpu:0"), lambda: spec.h2d_bytes_per_s)
         manager = MemoryManager()
         manager.set_watermark("*", 0, 0)
