@@ -17,6 +17,7 @@ from ..memory.weights.component import Component, component_from_files
 from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module
 from ..memory.weights.safetensors_header import read_header
+from ..memory.weights.source import WeightsSource
 
 __all__ = ["describe_checkpoint", "plan_files", "plan_pipeline"]
 
@@ -114,4 +115,8 @@ def describe(paths: Sequence[Path], name: str) -> Component:
     except InvalidInput:  # another model's config, or names that its library translates: the plan says what is missing
         return header
     described = component_from_module(module, name=name, kind=header.kind)
-    return replace(described, has_file=True, can_map=header.can_map)
+    source = WeightsSource(list(paths))
+    source.find_encoded()
+    source.note_bare(weight for weight, _ in module.named_parameters(remove_duplicate=False))
+    encoded_as = source.encoded_as(described)
+    return replace(described, has_file=True, can_map=header.can_map, encoded_as=encoded_as)

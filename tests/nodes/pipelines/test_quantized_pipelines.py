@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from highwater.headless.runner.output_cache import OutputCache
 from highwater.headless.runner.runner import WorkflowRunner
-from highwater.headless.runner.workflow import parse_workflow
+from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import quantize_file
 from highwater.memory.manager import default
 from highwater.memory.manager.manager import MemoryManager
+from highwater.nodes.plans import plan_pipeline
 from highwater.tests.nodes.pipelines.test_pipelines import make_graph, read_pixels
 
 MIB = 1 << 20
@@ -24,7 +26,7 @@ FILES = {
     "transformer": "transformer/diffusion_pytorch_model.safetensors",
     "text_encoder_2": "text_encoder_2/model.safetensors",
 }
-WORDS = ["fp8-scaled", "int8", "qint8", "qint4", "qfloat8"]
+WORDS = ["fp8-scaled", "qint8", "qint4"]
 PLACES = {
     "resident": {"placement": "gpu:0"},
     "streamed": {"placement": "gpu:0", "profile": "diffusion=8MiB"},
@@ -83,3 +85,29 @@ def test_a_quantized_file_gives_one_picture_wherever_it_rests(host: Host, word: 
     assert all(torch.equal(picture, found["resident"]) for picture in found.values())
     assert not torch.equal(found["resident"], plain)
     assert (found["resident"] - plain).abs().double().mean() < 40  # of 255
+
+
+@pytest.mark.parametrize("word", ["int8", "qint4"])
+def test_a_plan_from_headers_has_the_bytes_of_the_plan_that_runs(host: Host, word: str) -> None:
+    for component in FILES:
+        host.quantize(component, word)
+    planned = plan_pipeline(
+        host.folder, host.manager.machine(), profile="diffusion=8MiB", placement="gpu:0", precision="as stored"
+    )
+    host.picture(placement="gpu:0", profile="diffusion=8MiB")
+    for part in host.manager.report()["components"]:
+        told = planned[part["name"]]
+        assert told.weight_bytes == part["plan"]["weight_bytes"]
+        assert told.device_bytes["gpu:0"] == part["plan"]["shares"][0]["device_bytes"]
+
+
+@pytest.mark.parametrize("word", ["int8", "qint4"])
+def test_what_is_damaged_is_refused_in_one_line(host: Host, word: str) -> None:
+    host.quantize("transformer", word)
+    path = host.folder / FILES["transformer"]
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith((".weight_scale", "._scale")) and tensors[name].dim())
+    save_file(tensors | {name: tensors[name][1:].clone()}, path)
+    with pytest.raises(InvalidWorkflow) as refused:
+        host.picture(placement="gpu:0")
+    assert "weight" in str(refused.value) and "\n" not in str(refused.value)
