@@ -13,6 +13,7 @@ from .manager.default import default_manager, existing_manager
 
 if TYPE_CHECKING:
     from .api import Managed, manage
+    from .kept_quantized import load_quantized
     from .manager.manager import MemoryManager
     from .manager.watermark import Watermark
     from .model_loading import load_model, load_weights
@@ -40,6 +41,7 @@ __all__ = [
     "discover_components",
     "existing_manager",
     "load_model",
+    "load_quantized",
     "load_weights",
     "manage",
     "quantize_file",
@@ -52,6 +54,7 @@ _, __getattr__ = lazy_names(
         "api": ["Managed", "manage"],
         "manager.manager": ["MemoryManager"],
         "manager.watermark": ["Watermark"],
+        "kept_quantized": ["load_quantized"],
         "model_loading": ["load_model", "load_weights"],
         "options.budget": ["BudgetItem"],
         "options.precision": ["Precision"],

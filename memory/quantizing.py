@@ -31,13 +31,22 @@ from .weights.known_forms import FORMS, encoded_form
 from .weights.safetensors_header import TensorHeader, WeightsHeader, read_header
 from .weights.storage_form import EncodedForm
 
-__all__ = ["QuantizedFile", "QuantizedTensors", "quantize_file", "quantize_tensors"]
+__all__ = [
+    "KEPT_OF",
+    "QuantizedFile",
+    "QuantizedTensors",
+    "find_layout",
+    "quantize_file",
+    "quantize_tensors",
+    "write_quantized",
+]
 
 # What a checkpoint's diffusion model is named by: the other parts of a checkpoint stay as they are.
 DIFFUSION = "model.diffusion_model."
 # How many elements are encoded at once, and how many bytes copied.
 NUM_AT_ONCE = 4 * MIB
 COPIED_BYTES = 16 * MIB
+KEPT_OF = "kept_of"
 CONFIG_NAMES = ("config", "config_base64")
 
 Progress = Callable[[int, int], None]
@@ -123,6 +132,22 @@ def quantize_file(
             weight holds NaN, or the target exists.
         OSError: the system cannot write, as where a disk is full. There is no new file then.
     """
+    options = {"exclude": exclude, "error_limit": error_limit, "replaces": replaces, "progress": progress}
+    return write_quantized(source, target, form, **options)  # type: ignore[arg-type]
+
+
+def write_quantized(
+    source: str | Path | Sequence[str | Path],
+    target: str | Path,
+    form: str,
+    *,
+    exclude: Iterable[str] = (),
+    error_limit: float | None = None,
+    replaces: bool = False,
+    progress: Progress | None = None,
+    kept_of: str = "",
+) -> QuantizedFile:
+    """Do it; ``kept_of``: the content of which the file is kept, for its metadata. Raises as `quantize_file`."""
     numbers = find_layout(form)
     paths = find_shards(source)
     require(target, (str, Path), what="target", allowed="the path of a file")
@@ -151,7 +176,7 @@ def quantize_file(
         job.measure(opened)
         if not job.encoded:
             raise InvalidInput(f"{headers[0].path}: no weight of its blocks can be in {form}: {job.why_none()}")
-        tensors, metadata = job.layout(config)
+        tensors, metadata = job.layout(config, kept_of)
         with FileWriter(target, tensors, metadata, replaces=replaces) as writer:
             job.write(writer, opened)
     return QuantizedFile(
@@ -316,7 +341,9 @@ class Job:
             return ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in self.kept.most_common())
         return "it has no blocks with matrices of 16 or 32 bits"
 
-    def layout(self, config: Mapping[str, str]) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
+    def layout(
+        self, config: Mapping[str, str], kept_of: str
+    ) -> tuple[list[tuple[str, str, tuple[int, ...]]], dict[str, str]]:
         """Return the tensors of the new file, and its metadata."""
         tensors: list[tuple[str, str, tuple[int, ...]]] = []
         for name, (_, tensor) in self.files.items():
@@ -328,15 +355,16 @@ class Job:
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
             raise InvalidInput(f"{self.headers[0].path}: has a tensor {twice!r} already, which the form needs")
-        return tensors, self.metadata(config)
+        return tensors, self.metadata(config, kept_of)
 
-    def metadata(self, config: Mapping[str, str]) -> dict[str, str]:
+    def metadata(self, config: Mapping[str, str], kept_of: str) -> dict[str, str]:
         """Return the source's metadata, the form of each weight, and the config that lies beside the source."""
         metadata: dict[str, str] = {"format": "pt"}
         for header in self.headers:
             metadata |= header.metadata
         specs = [weight.spec for weight in self.encoded.values()]
-        told = {"form": self.numbers.name, "weights": {spec.name: spec.dtype for spec in specs}}
+        told: dict[str, Any] = {"form": self.numbers.name, "weights": {spec.name: spec.dtype for spec in specs}}
+        told |= {KEPT_OF: kept_of} if kept_of else {}
         return metadata | dict(config) | layout_metadata(self.numbers, specs) | {"highwater": json.dumps(told)}
 
     def write(self, writer: FileWriter, opened: OpenFiles) -> None:
