@@ -77,6 +77,8 @@ class Hosted(HostedComponent):
         """The patches that weights contain now, by their keys, and how encoded ones rested without them."""
         self.factored: dict[str, tuple[list[Any], SideFactors]] = {}
         """The patches that are added to encoded weights in decoding, and what they add, by their keys."""
+        self.hooked: dict[str, Resting] = {}
+        """How encoded weights rested before a hook wrote to them, by their keys; what is over may still be there."""
         self.is_repatching = False
         """Whether core takes patches off to put others on: what stays the same may stay where it is."""
         self.said: dict[str, dict[str, Any]] = {}
@@ -113,6 +115,10 @@ class Hosted(HostedComponent):
     def take_patched(self, key: str) -> None:
         """Note that a weight is its original again."""
         self.patched.pop(key, None)
+
+    def note_hooked(self, key: str, resting: Resting) -> None:
+        """Note how an encoded weight rests, before a hook writes to it."""
+        self.hooked[key] = resting
 
     def set_patch_factors(self, factored: dict[str, tuple[list[Any], SideFactors]]) -> None:
         """Add to encoded weights what these patches add, and nothing to others. Raises as `set_factors`."""

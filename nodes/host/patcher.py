@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import collections
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -179,18 +181,28 @@ class HighwaterPatcher(ModelPatcher):
     def patch_hook_weight_to_device(
         self, hooks: Any, combined_patches: Any, key: str, original_weights: Any, memory_counter: Any
     ) -> None:
-        with self.hosted.decoded(key):
+        with self.writing_hook(key):
             super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
 
     def patch_cached_hook_weights(self, cached_weights: Any, key: str, memory_counter: Any) -> None:
-        with self.hosted.decoded(key):
+        with self.writing_hook(key):
             super().patch_cached_hook_weights(cached_weights, key, memory_counter)
+
+    @contextmanager
+    def writing_hook(self, key: str) -> Iterator[None]:
+        """In the body core writes to a weight, and notes first what it was; of an encoded one we note how it rests."""
+        weight = self.hosted.weights.get(key)
+        if weight is not None and weight.is_encoded and key not in self.hook_backup:
+            self.hosted.note_hooked(key, weight.leaves_at_rest())
+        with self.hosted.decoded(key):
+            yield
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         if self.hosted.is_managed and self.hook_backup:
             self.hosted.settle()
             for key in self.hosted.encoded_names & set(whitelist_keys_set or self.hook_backup) & set(self.hook_backup):
-                self.hosted.weights[key].overwrite(self.hook_backup.pop(key)[0])
+                self.hosted.weights[key].put_leaves(*self.hosted.hooked[key])
+                self.hook_backup.pop(key)
         super().unpatch_hooks(whitelist_keys_set)
 
     def cleanup(self) -> None:

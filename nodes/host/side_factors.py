@@ -35,8 +35,8 @@ def low_rank_of(patch: tuple[Any, ...], shape: Sequence[int]) -> SideFactors | N
     strength, adapter, strength_model, offset, function = patch
     if type(adapter) is not LoRAAdapter or strength_model != 1.0 or function is not None:
         return None
-    up, down, alpha, mid, dora_scale, reshape = adapter.weights
-    if mid is not None or dora_scale is not None or reshape is not None:
+    up, down, alpha, *others = adapter.weights
+    if any(other is not None for other in others):  # a middle matrix, DoRA's scales, another shape
         return None
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
     dim, begin, length = (0, 0, rows) if offset is None else offset
