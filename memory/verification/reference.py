@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -34,6 +34,8 @@ from ..runtime.forwards.forward_pass import Hold
 from ..runtime.managed_component import ManagedComponent
 from ..runtime.tensors.parameter_slots import ParameterSlot, as_held
 from ..weights.quantized_leaves import leaves_of
+from ..weights.source import WeightsSource
+from ..weights.stored_encodings import leaf_name
 from .comparison import same_bits
 from .recording import remove_hooks_of
 from .snapshot import go_through
@@ -331,11 +333,24 @@ def find_changed_weights(managed: ManagedComponent) -> list[tuple[str, str]]:
                     continue
                 if any(getattr(module, "merged", False) is True for module, _ in slot.owners):
                     continue
-                with torch.inference_mode(False):
-                    stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[slot.spec.name])
-                source.read_into([(slot.spec.name, stored)], drop_pages=True)
-                with torch.no_grad(), torch.inference_mode(False):
-                    pairs = zip(read_at_rest(group, index), slot.form.encode(stored), strict=True)
-                    if not all(same_bits(own.detach().cpu(), read) for own, read in pairs):
-                        changed.append((group.name, slot.spec.name))
+                own = read_at_rest(group, index)
+                read = leaves_in_file(group, index, source, own)
+                if not all(same_bits(one.detach().cpu(), other) for one, other in zip(own, read, strict=True)):
+                    changed.append((group.name, slot.spec.name))
     return changed
+
+
+def leaves_in_file(
+    group: WeightGroup, index: int, source: WeightsSource, own: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the leaves of a weight as its file has them, or as they are made of what it has."""
+    slot = group.slots[index]
+    name = slot.spec.name
+    with torch.no_grad(), torch.inference_mode(False):
+        if source.has_encoded(slot.spec, group.encoded.get(index)):
+            read = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in own]
+            source.read_into([(leaf_name(name, number), leaf) for number, leaf in enumerate(read)], drop_pages=True)
+            return read
+        stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[name])
+        source.read_into([(name, stored)], drop_pages=True)
+        return slot.form.encode(stored)

@@ -90,7 +90,7 @@ def find_home(group: WeightGroup, slot: ParameterSlot, form: torch.Tensor) -> to
         with torch.inference_mode(False):
             weight = torch.empty(form.shape, dtype=group.wide_dtypes[slot.spec.name])
         store.source.read_into([(slot.spec.name, weight)], drop_pages=True)
-        return group.as_it_computes(slot, weight)
+        return group.as_it_computes(slot, weight, store.source)
     return form.detach().to("cpu", copy=True)
 
 

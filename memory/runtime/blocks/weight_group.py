@@ -307,17 +307,17 @@ class WeightGroup:
         Raises as `read_weights` and `EncodedForm.measure`.
         """
         weights = read_weights(slots, source, drop_pages=True)
-        return [
-            weight
-            if source.has_encoded(slot.spec, self.encoded.get(self.place_of(slot)))
-            else self.as_it_computes(slot, weight)
-            for slot, weight in zip(slots, weights, strict=True)
-        ]
+        return [self.as_it_computes(slot, weight, source) for slot, weight in zip(slots, weights, strict=True)]
 
-    def as_it_computes(self, slot: ParameterSlot, weight: torch.Tensor) -> torch.Tensor:
-        """Return what a weight is once it was encoded and decoded, if it rests encoded."""
+    def as_it_computes(self, slot: ParameterSlot, weight: torch.Tensor, source: WeightsSource | None) -> torch.Tensor:
+        """Return what a weight is once it was encoded and decoded, if it rests encoded.
+
+        Args:
+            source: the files from which it was read. What was decoded from their codes is not encoded once more, which
+                gives others in some forms.
+        """
         kind = self.encoded.get(self.place_of(slot))
-        if kind is None:
+        if kind is None or (source is not None and source.has_encoded(slot.spec, kind)):
             return weight
         form = slot.encoding or kind.measure(weight, name=slot.spec.name)
         with torch.no_grad(), torch.inference_mode(False):

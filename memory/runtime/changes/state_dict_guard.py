@@ -83,7 +83,7 @@ class StateGuard:
                     state.update(dict.fromkeys(keys, group.wide(slot.spec.name, torch.device("cpu"))))
         weights = read_resting([(group, slot) for group, slot, _ in on_meta.values()], self.source)
         for (group, slot, keys), weight in zip(on_meta.values(), weights, strict=True):
-            state.update(dict.fromkeys(keys, group.as_it_computes(slot, weight)))
+            state.update(dict.fromkeys(keys, group.as_it_computes(slot, weight, self.source)))
 
     def refuse(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Refuse to load weights that rest encoded or in their file. Others, such as a LoRA's, are loaded."""

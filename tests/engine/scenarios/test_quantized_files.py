@@ -431,3 +431,22 @@ assert "sympy" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("word", WORDS)
+@torch.no_grad()
+def test_its_state_before_any_call_and_its_verification_are_of_the_codes_in_the_file(
+    tmp_path: Path, machine, word: str, mode: str
+) -> None:
+    """What was decoded from codes is not encoded again: that gives other codes in some forms."""
+    path, plain = make(tmp_path, word, torch.bfloat16)
+    with machine(4, 4) as manager:
+        net = load_model(path, Net)
+        with manage({"diffusion": net}, manager=manager, **MODES[mode]) as managed:
+            for found in (net.state_dict(), net.blocks.state_dict(prefix="blocks.")):
+                assert all(torch.equal(weight.cpu(), plain.get_parameter(name)) for name, weight in found.items())
+                found.clear()  # it holds the memory of weights
+            net(X.bfloat16())
+            verified = managed.verify(X.bfloat16())
+            assert verified.is_equal, verified.differences
