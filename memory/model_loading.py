@@ -10,7 +10,8 @@ computes, such as the tables of rotary embeddings, are in no file: they have mem
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -46,9 +47,10 @@ def load_model(
 ) -> nn.Module:
     """Return the model of a file, in eval mode, with its weights still in the file ([Note: modules on meta]).
 
-    Reads the header and the buffers. Each weight gets the dtype in which it is stored. A module that was managed since,
-    and whose weights still rest in the file when it is released, is such a module again: `manage` it or `load_weights`
-    into it.
+    Reads the header and the buffers. Each weight gets the dtype in which it is stored; one in eight bits without a
+    scale, in which nothing computes, that of most others (bfloat16 where there is none). A module that was managed
+    since, and whose weights still rest in the file when it is released, is such a module again: `manage` it or
+    `load_weights` into it.
 
     Args:
         path: a safetensors file; one of the shards of a model, which stands for all; or a list of files.
@@ -84,10 +86,11 @@ def load_model(
             f"{paths[0]}: {found.__name__} cannot be made from its config: {reason_of(error)}"
         ) from error
     to_read = []
-    for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
+    weights = match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected)
+    for weight, dtype in with_dtypes(weights):
         with torch.inference_mode(False):
             device = "cpu" if weight.is_buffer else "meta"
-            tensor = torch.empty(weight.held.shape, dtype=weight.dtype, device=device)
+            tensor = torch.empty(weight.held.shape, dtype=dtype, device=device)
         weight.replace_in(module, tensor)
         for name in weight.names:
             source.alias(name, weight.stored_name)
@@ -111,7 +114,7 @@ def load_weights(
 ) -> None:
     """Read all weights and saved buffers of a module from a file, straight into the memory that they have.
 
-    Weights on the meta device get memory, in the dtype of the file; others keep their memory and dtype. Needs at most
+    Weights on the meta device get memory, in the dtype that `load_model` gives them; others keep theirs. Needs at most
     as much memory more as the largest weight whose dtype differs.
 
     Args:
@@ -179,10 +182,10 @@ def find_shards(path: Paths) -> list[Path]:
 def read_weights(module: nn.Module, weights: Sequence[StoredWeight], source: WeightsSource) -> None:
     """Fill weights from their files: in place where dtype and layout allow, into new memory where there is none."""
     in_place, new, cast = [], [], []
-    for weight in weights:
+    for weight, dtype in with_dtypes(weights):
         held = weight.held
         if held.is_meta:
-            new.append((weight, torch.empty(held.shape, dtype=weight.dtype)))
+            new.append((weight, torch.empty(held.shape, dtype=dtype)))
         elif held.dtype == weight.dtype and held.is_contiguous() and not held.is_inference():
             in_place.append((weight.stored_name, held.detach()))
         else:
@@ -195,3 +198,12 @@ def read_weights(module: nn.Module, weights: Sequence[StoredWeight], source: Wei
         source.read_into([(weight.stored_name, tensor)])
         with torch.inference_mode(weight.held.is_inference()), torch.no_grad():
             weight.held.copy_(tensor)
+
+
+def with_dtypes(weights: Sequence[StoredWeight]) -> Iterator[tuple[StoredWeight, torch.dtype]]:
+    """Yield each weight with the dtype in which it computes."""
+    counts = Counter(weight.dtype for weight in weights if weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
+    usual = max(counts, key=lambda dtype: counts[dtype], default=torch.bfloat16)
+    for weight in weights:
+        is_float8 = weight.dtype.is_floating_point and weight.dtype.itemsize == 1
+        yield weight, usual if is_float8 else weight.dtype

@@ -59,6 +59,8 @@ class StoredEncoding:
         if not self.numbers.takes(spec):
             return f"{self.numbers.name} is not defined for {list(shape)}"
         is_packed = self.numbers is QINT4
+        if is_packed and 4 * self.leaves[0].weight_bytes == spec.num_elements:
+            return f"{name} has two bits for each weight: qint2 is not supported"
         has_shape = self.leaves[0].shape == shape or is_packed
         if has_shape and tuple(leaf.weight_bytes for leaf in self.leaves) == self.numbers.leaf_bytes(spec):
             return ""

@@ -450,3 +450,31 @@ def test_its_state_before_any_call_and_its_verification_are_of_the_codes_in_the_
             net(X.bfloat16())
             verified = managed.verify(X.bfloat16())
             assert verified.is_equal, verified.differences
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", ["matrices", "all"])
+@torch.no_grad()
+def test_a_file_in_eight_bits_without_scales_computes_in_the_dtype_of_the_others(
+    tmp_path: Path, machine, mode: str, which: str
+) -> None:
+    torch.manual_seed(1)
+    plain = Net().bfloat16().eval().requires_grad_(False)
+    state = {}
+    for name, weight in plain.named_parameters():
+        narrow = weight.to(torch.float8_e4m3fn)
+        is_narrow = which == "all" or weight.dim() > 1
+        state[name] = narrow if is_narrow else weight.clone()
+        weight.copy_(narrow if is_narrow else weight)
+    save_file(state, tmp_path / "plain.safetensors")
+    want = plain(X.bfloat16())
+    with machine(4, 4) as manager:
+        net = load_model(tmp_path / "plain.safetensors", Net)
+        assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
+        asked = MODES[mode] | ({"profile": "gpu:0=1MiB"} if "MiB" in MODES[mode]["profile"] else {})
+        with manage({"diffusion": net}, manager=manager, **asked):
+            for _ in range(2):
+                assert torch.equal(net(X.bfloat16()).cpu(), want)
+    loaded = load_model(tmp_path / "plain.safetensors", Net)
+    load_weights(loaded)
+    assert torch.equal(loaded(X.bfloat16()), want)
