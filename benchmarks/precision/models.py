@@ -81,7 +81,10 @@ def measure_all(forms: Sequence[str]) -> None:
 
 
 def fill(model: Any, deviation: Callable[[int], float]) -> None:
-    """Give a model normal weights of a deviation by the number of a layer's inputs, and norms near 1."""
+    """Give a model normal weights of a deviation by the number of a layer's inputs, and norms near 1.
+
+    Buffers that a checkpoint brings, such as SD3's positions, are whatever the memory held until then.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -91,9 +94,10 @@ def fill(model: Any, deviation: Callable[[int], float]) -> None:
         values = torch.randn(parameter.shape, generator=generator) * (deviation(fan_in) if fan_in else 0.02)
         is_norm = parameter.dim() == 1 and name.endswith(("scale", "weight"))
         parameter.data = values + 1.0 if is_norm else values
-    for buffer in model.buffers():
-        if buffer.is_floating_point() and not buffer.isfinite().all():
-            buffer.zero_()
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.02)
 
 
 def core_output(own_models: Any, name: str, model: Any, inputs: Any) -> Any:
