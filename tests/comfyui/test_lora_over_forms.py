@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -43,6 +43,13 @@ def sample(host: HostProcess, loaders: Loaders, adapters: Adapters = (), node: s
     assert result.outcome == "success", result.brief_error
     (latent,) = result.kept().values()
     return latent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing(gpu_host: HostProcess) -> Iterator[None]:
+    """The next file's tests find no model of these."""
+    yield
+    gpu_host.forget()
 
 
 @pytest.fixture(scope="module")
