@@ -12,7 +12,7 @@ from torch import nn
 
 from .errors import InvalidInput
 from .model_loading import find_shards, load_model
-from .quantizing import KEPT_OF, Progress, find_layout, write_quantized
+from .quantizing import KEPT_OF, Progress, find_layout, quantize_file
 from .weights.known_errors import MeasuredFile
 from .weights.safetensors_header import read_header
 
@@ -55,8 +55,16 @@ def load_quantized(
     first = paths[0].name.removesuffix(".safetensors").partition("-00001-of-")[0]
     target = paths[0].with_name(f"{first}-{word}.safetensors")
     if not target.exists() or kept_of_file(target) != kept_of:
-        options = {"exclude": exclude, "error_limit": error_limit, "progress": progress}
-        write_quantized(paths, target, word, replaces=True, kept_of=kept_of, **options)  # type: ignore[arg-type]
+        quantize_file(
+            paths,
+            target,
+            word,
+            exclude=exclude,
+            error_limit=error_limit,
+            replaces=True,
+            progress=progress,
+            kept_of=kept_of,
+        )
     return load_model(target, model_class, config=config, prefix=prefix, ignore_unexpected=ignore_unexpected)
 
 
@@ -64,7 +72,7 @@ def kept_of_file(path: Path) -> str:
     """Return of which content a file is kept.
 
     Raises:
-        InvalidInput: of none: somebody else has made it.
+        InvalidInput: `load_quantized` has not made this file.
     """
     try:
         told = json.loads(read_header(path).metadata.get("highwater", "{}"))

@@ -38,7 +38,6 @@ __all__ = [
     "find_layout",
     "quantize_file",
     "quantize_tensors",
-    "write_quantized",
 ]
 
 # What a checkpoint's diffusion model is named by: the other parts of a checkpoint stay as they are.
@@ -112,6 +111,7 @@ def quantize_file(
     error_limit: float | None = None,
     replaces: bool = False,
     progress: Progress | None = None,
+    kept_of: str = "",
 ) -> QuantizedFile:
     """Write a safetensors file with the weights of a model's blocks in a storage form.
 
@@ -126,28 +126,13 @@ def quantize_file(
         error_limit: what a weight may lose, relative to its size; by default the form's own limit.
         replaces: whether a file that is there already is replaced.
         progress: called with bytes done and bytes in all; what it raises leaves no new file.
+        kept_of: for the metadata, of which content the file is kept; only `load_quantized` says so.
 
     Raises:
         InvalidInput: a file is missing, damaged, changed meanwhile or quantized already, no weight can be encoded, a
             weight holds NaN, or the target exists.
         OSError: the system cannot write, as where a disk is full. There is no new file then.
     """
-    options = {"exclude": exclude, "error_limit": error_limit, "replaces": replaces, "progress": progress}
-    return write_quantized(source, target, form, **options)  # type: ignore[arg-type]
-
-
-def write_quantized(
-    source: str | Path | Sequence[str | Path],
-    target: str | Path,
-    form: str,
-    *,
-    exclude: Iterable[str] = (),
-    error_limit: float | None = None,
-    replaces: bool = False,
-    progress: Progress | None = None,
-    kept_of: str = "",
-) -> QuantizedFile:
-    """Do it; ``kept_of``: the content of which the file is kept, for its metadata. Raises as `quantize_file`."""
     numbers = find_layout(form)
     paths = find_shards(source)
     require(target, (str, Path), what="target", allowed="the path of a file")
