@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from .weights.known_errors import MeasuredFile
 from .weights.safetensors_header import read_header
 
 __all__ = ["load_quantized"]
+
+one_at_a_time = threading.Lock()
+"""Held while a file is looked for, made and opened: another thread would replace it in between."""
 
 
 def load_quantized(
@@ -54,18 +58,19 @@ def load_quantized(
     kept_of = hashlib.sha256(repr((contents, word, exclude, error_limit)).encode()).hexdigest()[:32]
     first = paths[0].name.removesuffix(".safetensors").partition("-00001-of-")[0]
     target = paths[0].with_name(f"{first}-{word}.safetensors")
-    if not target.exists() or kept_of_file(target) != kept_of:
-        quantize_file(
-            paths,
-            target,
-            word,
-            exclude=exclude,
-            error_limit=error_limit,
-            replaces=True,
-            progress=progress,
-            kept_of=kept_of,
-        )
-    return load_model(target, model_class, config=config, prefix=prefix, ignore_unexpected=ignore_unexpected)
+    with one_at_a_time:
+        if not target.exists() or kept_of_file(target) != kept_of:
+            quantize_file(
+                paths,
+                target,
+                word,
+                exclude=exclude,
+                error_limit=error_limit,
+                replaces=True,
+                progress=progress,
+                kept_of=kept_of,
+            )
+        return load_model(target, model_class, config=config, prefix=prefix, ignore_unexpected=ignore_unexpected)
 
 
 def kept_of_file(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,19 @@ def test_bad_input_leaves_nothing(path: Path) -> None:
         with pytest.raises(InvalidInput):
             load_quantized(path, form, Net, **asked)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@torch.no_grad()
+def test_threads_that_load_it_at_once_make_it_once(path: Path) -> None:
+    made: list[int] = []
+
+    def load(_: int) -> torch.Tensor:
+        progress = lambda done, whole: made.append(done) if done == whole else None  # noqa: E731
+        model = load_quantized(path, "qint4", Net, progress=progress)
+        load_weights(model)
+        return model(X)
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(load, range(4))
+    assert all(torch.equal(first, other) for other in others)
+    assert len(made) == 1
