@@ -29,6 +29,8 @@ DIFFUSERS_NOTES = ("_class_name", "_diffusers_version", "_use_default_values")
 # How many weights a model may have beside twice those in its files: some are computed, or taken again and again.
 NUM_UNSTORED = 10_000
 
+one_builder = threading.RLock()
+
 
 def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
     """Return the config of a model: the given one, else the one in its file, else the one beside it, else None.
@@ -156,11 +158,22 @@ def bounded_parameters(num_stored: int, place: str | Path) -> Iterator[None]:
                 f"{num_stored}; they do not belong together"
             )
 
-    handle = register_module_parameter_registration_hook(count)
-    try:
+    with hooked(count):
         yield
-    finally:
-        handle.remove()
+
+
+@contextmanager
+def hooked(function: Callable[..., Any]) -> Iterator[None]:
+    """Have torch call a function for each parameter that a module registers; one thread after the other.
+
+    torch goes through these hooks in all threads, and fails where another thread adds or removes one.
+    """
+    with one_builder:
+        handle = register_module_parameter_registration_hook(function)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 @contextmanager
@@ -181,8 +194,5 @@ def parameters_on_meta() -> Iterator[None]:
         stripped: nn.Parameter = on_meta[parameter]
         return stripped
 
-    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]  # what it returns counts
-    try:
+    with hooked(strip):
         yield
-    finally:
-        handle.remove()

@@ -7,6 +7,7 @@ import gc
 import json
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -587,3 +588,14 @@ def test_a_file_that_is_replaced_while_its_model_is_built_is_named(tmp_path, toy
     path.unlink()
     with pytest.raises(InvalidInput, match=r"net\.safetensors: was checked, but cannot be read now: .*; load it again"):
         read_config(path, None)
+
+
+def test_threads_may_load_models_at_once(tmp_path) -> None:
+    """torch keeps the hooks by which models are built for all threads, and fails where they change meanwhile."""
+    save_file(torch.nn.Linear(3, 3).state_dict(), tmp_path / "layer.safetensors")
+
+    def load(_: int) -> torch.nn.Module:
+        return load_model(tmp_path / "layer.safetensors", lambda: torch.nn.Linear(3, 3))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert len(list(threads.map(load, range(400)))) == 400
