@@ -12,7 +12,7 @@ from ..memory.options.placement import parse_placement
 from ..memory.options.precision import PrecisionRequest, parse_precision
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Machine, Plan
-from ..memory.planner.planning import plan_components
+from ..memory.planner.request import PlanRequest, plan_request
 from ..memory.weights.component import Component, component_from_files
 from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module
@@ -44,7 +44,7 @@ def plan_files(
         is_hosted: for loaders of ComfyUI, which uses files only as stored.
 
     Raises:
-        InvalidInput, DoesNotFit: as `plan_components`, and for a bad header.
+        InvalidInput, DoesNotFit: as `plan_request`, and for a bad header.
     """
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
@@ -76,12 +76,14 @@ def plan_parts(
 ) -> Plan:
     devices = [device.name for device in machine.devices]
     names = [part.name for part in parts]
-    return plan_components(
-        parts,
-        machine,
-        placement=parse_placement(placement, devices=devices, components=names),
-        profile=parse_profile(profile, devices=devices, components=names),
-        precision=read_precisions(precision, names),
+    return plan_request(
+        PlanRequest(
+            components=tuple(parts),
+            machine=machine,
+            placement=parse_placement(placement, devices=devices, components=names),
+            profile=parse_profile(profile, devices=devices, components=names),
+            precision=read_precisions(precision, names),
+        )
     )
 
 

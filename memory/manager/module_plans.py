@@ -15,8 +15,9 @@ from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan
-from ..planner.planning import granularity_of, plan_components, weights_to_measure
+from ..planner.planning import granularity_of, weights_to_measure
 from ..planner.replanning import fresh_plan_holds
+from ..planner.request import PlanRequest, plan_request
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
@@ -66,7 +67,7 @@ def plan_modules(
     """Return modules as components, and their plan; moves nothing.
 
     Where a device cannot hold two blocks they are cut into the blocks inside them; parts that their class declares to
-    be one piece are cut only where nothing else fits. Raises as `plan_components`.
+    be one piece are cut only where nothing else fits. Raises as `plan_request`.
 
     Args:
         kinds: component kinds by name, where they are known; names suggest the others.
@@ -131,7 +132,15 @@ def plan_modules(
         if components == coarser and found is not None:
             return found
         try:
-            plan = plan_components(components, machine, placement=placement, profile=profile, precision=precision)
+            plan = plan_request(
+                PlanRequest(
+                    components=tuple(components),
+                    machine=machine,
+                    placement=placement,
+                    profile=profile,
+                    precision=precision,
+                )
+            )
         except (DoesNotFit, InvalidInput) as error:
             if found is not None:
                 return found

@@ -15,5 +15,8 @@ __all__, __getattr__ = lazy_names(
         "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"],
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],
         "planning": ["granularity_of", "plan_components", "weights_to_measure"],
+        "request": ["PlanRequest", "plan_request"],
+        "run": ["BlockTimes", "Use", "usual_uses"],
+        "run_plan": ["RunPlan", "UsePlan"],
     },
 )

@@ -27,7 +27,7 @@ from .sizes import Sizes
 from .staging_layout import Offsets, pass_seconds
 from .workload import Workload, find_blocking, find_in_file, find_speeds, find_workload, in_order
 
-__all__ = ["DevicePlan", "confirm_share", "plan_share", "same_to_the_reason"]
+__all__ = ["Allowed", "DevicePlan", "confirm_share", "find_allowed", "plan_share", "same_to_the_reason"]
 
 # How the reason begins that tells what stays free for forwards.
 KEEPS = "keeps"

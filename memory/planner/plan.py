@@ -14,6 +14,7 @@ from ..weights.form_numbers import Forms
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
 from .precision_table import PrecisionRow
+from .run_plan import RunPlan
 
 __all__ = ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"]
 
@@ -116,6 +117,8 @@ class Plan:
 
     components: tuple[ComponentPlan, ...]
     profile: OffloadProfile = field(default_factory=OffloadProfile)
+    run: RunPlan | None = None
+    """What a run does with it; None where nothing is known of what runs."""
 
     def __getitem__(self, component: str) -> ComponentPlan:
         return next(plan for plan in self.components if plan.component == component)
@@ -185,6 +188,7 @@ class Plan:
                 "reasons": list(self.reasons),
             },
             "components": [plan.to_json() for plan in self.components],
+            "run": self.run.to_json() if self.run is not None else None,
         }
 
     def text(self) -> str:
@@ -193,6 +197,7 @@ class Plan:
         return "\n".join(
             [
                 *(plan.text() for plan in self.components),
+                *([self.run.text()] if self.run is not None else []),
                 f"profile: {self.profile}{title}",
                 *(f"  - {reason}" for reason in self.reasons),
                 f"placement: {self.placement}",

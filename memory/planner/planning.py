@@ -32,10 +32,11 @@ from .mixed_tiers import share_ram
 from .plan import ComponentPlan, Plan
 from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
+from .run import BlockTimes
 from .sizes import Sizes, explain_non_block
 from .workload import find_blocking
 
-__all__ = ["granularity_of", "plan_components", "weights_to_measure"]
+__all__ = ["draft", "granularity_of", "plan_components", "weights_to_measure"]
 
 # Fewer bytes of non-block weights are not worth a line.
 LEAST_NON_BLOCK_BYTES = 256 << 20
@@ -54,14 +55,18 @@ def plan_components(
     profile: OffloadProfile,
     precision: PrecisionRequest = None,
     block_seconds: Mapping[str, Mapping[int, float]] | None = None,
+    times: Mapping[str, Mapping[str, BlockTimes]] | None = None,
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory all together.
+
+    `plan_request` is the call for users of plans: it also chooses devices.
 
     On a device components compute in turns and evict each other; in host memory all their weights rest at once.
 
     Args:
         precision: None is what the profile says.
         block_seconds: by component, what each of its blocks was measured to compute, in the order in which they ran.
+        times: by component and device, what its blocks are predicted to compute, for those without measured ones.
 
     Raises:
         InvalidInput: a budget or tier that cannot be met as written.
@@ -70,9 +75,12 @@ def plan_components(
     drafts = [draft(component, machine, placement, profile, precision) for component in components]
     stores = choose_tiers([stores for stores, _, _ in drafts], machine, profile)
     shared = []
+    known_seconds: dict[str, Mapping[int, float] | None] = {}
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
-        seconds = (block_seconds or {}).get(part.component.name)
         groups = split_blocks(part.sizes, devices, machine, profile, reasons)
+        name = part.component.name
+        seconds = (block_seconds or {}).get(name) or seconds_where(devices, groups, (times or {}).get(name, {}))
+        known_seconds[name] = seconds
         shares = tuple(
             plan_share(
                 part.sizes, split.device, group, machine, profile,
@@ -99,13 +107,24 @@ def plan_components(
                 for share in plan.shares
             ):
                 # Not all blocks rest where they were assumed to: what is shown is what its first pass would plan.
-                seconds = (block_seconds or {}).get(part.component.name)
+                seconds = known_seconds[part.component.name]
                 plan = replan_shares(part.component, plan, machine, profile, seconds, ram=left)
             plans.append(plan)
         before, shared = shared, [replace(part, shares=plan.shares) for part, plan in zip(shared, plans, strict=True)]
         if all(map(stream_the_same, shared, before)):
             break
     return Plan(components=tuple(plans), profile=profile)
+
+
+def seconds_where(
+    devices: Sequence[SplitRatio], groups: Sequence[Sequence[int]], times: Mapping[str, BlockTimes]
+) -> dict[int, float] | None:
+    """Return the seconds of all blocks, each on the device where it computes; None where a device has no times."""
+    if any(split.device not in times for split in devices):
+        return None
+    by_block = {split.device: times[split.device].by_block() for split in devices}
+    where = {number: split.device for split, group in zip(devices, groups, strict=True) for number in group}
+    return {number: by_block[where[number]][number] for number in sorted(where)} or None
 
 
 def machine_beside(stores: Sequence[StoreSpec], machine: Machine) -> Machine:

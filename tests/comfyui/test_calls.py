@@ -67,7 +67,7 @@ def test_a_node_reads_its_texts_once_and_one_plan_is_made(counting_host: HostPro
     found = count(counting_host, case, loaders)
     assert found["Scanner profile"] == 1
     assert found.get("Scanner placement", 0) <= 1
-    assert found["plan_components"] + found.get("replan", 0) == 1
+    assert found["plan_request"] + found.get("replan", 0) == 1
     assert count(counting_host, case, loaders) == {}
 
 
@@ -81,4 +81,4 @@ def test_three_parts_of_a_checkpoint_have_a_plan_each_and_one_reading(counting_h
     assert counting_host.run(graph.nodes).outcome == "success"
     found = counting_host.get("/highwater_test/calls")
     assert found["Scanner profile"] == 1
-    assert found["plan_components"] == 3
+    assert found["plan_request"] == 3

@@ -512,7 +512,7 @@ def count_calls() -> None:
     """Count, from now on, the texts that are read as a profile or a placement, and the plans that are made."""
     for module_name, name in (
         ("options.placement", "Scanner.__init__"),
-        ("manager.module_plans", "plan_components"),
+        ("manager.module_plans", "plan_request"),
         ("manager.live_capacity", "replan"),
     ):
         (module,) = (m for n, m in list(sys.modules.items()) if n.endswith(f"highwater.memory.{module_name}"))

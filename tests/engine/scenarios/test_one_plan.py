@@ -26,7 +26,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         called.append(name)
         return function(*args, **kwargs)
 
-    for module, name in ((module_plans, "plan_components"), (live_capacity, "replan")):
+    for module, name in ((module_plans, "plan_request"), (live_capacity, "replan")):
         monkeypatch.setattr(module, name, partial(count, name, getattr(module, name)))
     yield called
 
@@ -48,7 +48,7 @@ def test_a_resident_component_is_planned_once(sim: Any, plans: list[str], kind: 
     with manage({kind: net}, manager=manager, placement="gpu:0"):
         for _ in range(3):  # the input takes some of the free memory: what is resident still fits
             assert torch.equal(net(torch.ones(1, 256, device=device)).cpu(), expected)
-        assert plans == ["plan_components"]
+        assert plans == ["plan_request"]
 
 
 def test_a_streamed_component_is_planned_once_while_memory_is_the_same(sim: Any, plans: list[str]) -> None:
@@ -136,7 +136,7 @@ def test_a_hosted_component_is_planned_once_for_its_size_its_joining_and_its_loa
         hosted.join(net, device)
         hosted.load(None)
         net(torch.ones(1, 256, device=device))
-        assert plans == ["plan_components"]
+        assert plans == ["plan_request"]
     hosted.release()
 
 
@@ -151,7 +151,7 @@ def test_another_plan_is_made_where_memory_has_become_short(sim: Any, plans: lis
         occupied = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
         manager.set_watermark("gpu:0", 0, 0)
         assert torch.equal(net(torch.ones(1, 512)).cpu(), expected)
-        assert plans == ["plan_components", "replan"]
+        assert plans == ["plan_request", "replan"]
         assert managed.members[0].managed.plan.streams
         assert manager.ledger.used("gpu:0") <= 12 * MIB
         del occupied

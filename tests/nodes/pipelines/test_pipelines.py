@@ -501,7 +501,7 @@ def make_verify_graph(**loaded: Any) -> dict[str, Any]:
 def test_its_texts_are_read_once_and_planned_once(runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the check before the run, the node and the plan together."""
     called: list[str] = []
-    read, plan = Scanner.__init__, module_plans.plan_components
+    read, plan = Scanner.__init__, module_plans.plan_request
 
     def count_texts(self: Scanner, text: str, *, what: str) -> None:
         called.append(what)
@@ -513,7 +513,7 @@ def test_its_texts_are_read_once_and_planned_once(runner: WorkflowRunner, monkey
 
     monkeypatch.setattr(Scanner, "__init__", count_texts)
     replan = live_capacity.replan
-    monkeypatch.setattr(module_plans, "plan_components", count_plans)
+    monkeypatch.setattr(module_plans, "plan_request", count_plans)
     monkeypatch.setattr(live_capacity, "replan", lambda *args: (called.append("replan"), replan(*args))[1])
     graph = make_graph("tiny-flux", profile="4711MiB,prefetch=2", placement="cpu,vae=cpu")
     runner.run(parse_workflow(graph), name="texts")

@@ -1,0 +1,282 @@
+"""Which devices compute the components that the user left to ``auto``: as a whole run is predicted to take least time.
+
+[Note: choosing devices] A component may compute on each accelerator alone, or, if none holds it beside its
+activations, split over several. What a choice costs is the time of all forwards and of what has to come back to the
+devices in a repeated run ([Note: repeated run] in `run_plan.py`), by bounds that need no schedule. One component after
+the other gets its best choice beside those of the others, until nothing gains. Of choices that are about as fast comes
+first: everything resident, on fewer devices, on the device with most memory available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import permutations
+
+from ..options.placement import Placement, SplitRatio
+from ..options.profile import OffloadProfile
+from ..units import format_bytes
+from ..weights.component import Component
+from .capacity import DeviceCapacity, Machine
+from .device_plan import Allowed, DevicePlan, find_allowed
+from .layer_split import cut_runs
+from .run import Use
+from .run_plan import copy_rate, first_and_further, num_hops
+from .sizes import Sizes
+
+__all__ = ["Choice", "choose_devices"]
+
+# Another choice has to be so much faster to be preferred.
+SMALLEST_GAIN = 0.005
+# Over more devices than these, only the orders by available memory are tried.
+MOST_PERMUTED = 3
+# How often every component may change its choice.
+MOST_ROUNDS = 4
+# A copy is queued in pieces, so of a link's time hardly any hides behind nothing.
+BLOCKS_AHEAD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to compute a component: devices, the blocks of each, and what a forward takes at least."""
+
+    component: Component
+    devices: tuple[SplitRatio, ...]
+    shares: tuple[DevicePlan, ...]
+    copied_bytes: Mapping[str, int]
+    """The bytes that a forward copies to each device."""
+
+    @property
+    def names(self) -> str:
+        return " & ".join(split.device for split in self.devices)
+
+    @property
+    def streams(self) -> bool:
+        return any(self.copied_bytes.values())
+
+    def pass_s(self, use: Use, machine: Machine) -> float:
+        """Return what a forward takes at least: computing or copying on each device, whichever is longer, and hops."""
+        seconds = 0.0
+        for index, share in enumerate(self.shares):
+            times = use.times.get(share.device)
+            computing_s = 0.0
+            if times is not None:
+                computing_s = sum(times.blocks_s[number] for number in share.blocks)
+                computing_s += times.other_s if index == 0 else 0.0
+            copying_s = 0.0
+            if share.device != "cpu":
+                copying_s = self.copied_bytes[share.device] / copy_rate(machine.device(share.device))
+            seconds += max(computing_s, copying_s)
+        return seconds + self.hop_s(use, machine)
+
+    def hop_s(self, use: Use, machine: Machine) -> float:
+        """Return what the hops of a forward take over the slower of the links."""
+        hops = num_hops(self.shares) if len(self.shares) > 1 else 0
+        if not hops or not use.carried_bytes:
+            return 0.0
+        return hops * use.carried_bytes / min(copy_rate(machine.device(share.device)) for share in self.shares)
+
+    @cached_property
+    def rank(self) -> tuple[bool, int]:
+        """What decides between choices that are about as fast: the lower one is taken."""
+        return self.streams, len(self.devices)
+
+
+def choose_devices(
+    parts: Sequence[Sizes], uses: Sequence[Use], machine: Machine, placement: Placement, profile: OffloadProfile
+) -> dict[str, tuple[tuple[SplitRatio, ...], str]]:
+    """Return the devices of the components that the placement leaves to ``auto``, each with the reason.
+
+    Empty where there is nothing to choose: no accelerator, or one alone. Moves nothing and plans no schedules.
+    """
+    accelerators = by_room(machine)
+    left_open = {part.component.name for part in parts if not placement.item_for(*asked(part)).devices}
+    if len(accelerators) < 2 or not left_open:
+        return {}
+    options: dict[str, list[Choice]] = {}
+    for part in parts:
+        name = part.component.name
+        given = placement.item_for(*asked(part)).devices
+        found = find_choices(part, accelerators, machine, profile) if name in left_open else []
+        if given:
+            found = [choice] if (choice := choose_for(part, given, machine, profile)) is not None else []
+        if found:
+            options[name] = found
+        else:  # the plan refuses it, and says why
+            left_open.discard(name)
+    run = [use for use in uses if use.component in options]
+    chosen = improve(options, run, machine, [name for name in order_of(run) if name in left_open])
+    return {name: (chosen[name].devices, explain(chosen, name, options, machine)) for name in left_open}
+
+
+def asked(part: Sizes) -> tuple[str, str]:
+    return part.component.name, part.component.kind
+
+
+def by_room(machine: Machine) -> list[DeviceCapacity]:
+    """Return the accelerators, that with most available memory first, of equals the one with the fastest link."""
+    return sorted(
+        machine.accelerators,
+        key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0),
+        reverse=True,
+    )
+
+
+def order_of(uses: Sequence[Use]) -> list[str]:
+    """Return the components of a run, those with most forwards first."""
+    passes: dict[str, int] = {}
+    for use in uses:
+        passes[use.component] = passes.get(use.component, 0) + use.num_passes
+    return sorted(passes, key=lambda name: -passes[name])
+
+
+def find_choices(
+    part: Sizes, accelerators: Sequence[DeviceCapacity], machine: Machine, profile: OffloadProfile
+) -> list[Choice]:
+    """Return the ways to compute a component: on each accelerator alone, and split if none holds all of it."""
+    names = [device.name for device in accelerators]
+    alone = [choose_for(part, (SplitRatio(device=name),), machine, profile) for name in names]
+    found = [choice for choice in alone if choice is not None]
+    if any(not choice.streams for choice in found) or len(part.component.blocks) < 2:
+        return found
+    orders = [order for count in range(2, MOST_PERMUTED + 1) for order in permutations(names[:MOST_PERMUTED], count)]
+    orders += [tuple(names[:count]) for count in range(MOST_PERMUTED + 1, len(names) + 1)]
+    for order in orders:
+        if len(order) <= len(part.component.blocks):
+            for ratios in cuts_of(part, order, machine, profile):
+                choice = choose_for(part, ratios, machine, profile)
+                if choice is not None:
+                    found.append(choice)
+    return found
+
+
+def cuts_of(
+    part: Sizes, order: Sequence[str], machine: Machine, profile: OffloadProfile
+) -> list[tuple[SplitRatio, ...]]:
+    """Return where to cut a component: in proportion to what devices have, or each filled before the next one."""
+    found = [tuple(SplitRatio(device=name) for name in order)]
+    total = sum(part.blocks)
+    rooms = [allowed_on(part, name, machine, profile, first=index == 0) for index, name in enumerate(order)]
+    ratios, left = [], 1.0
+    for room in rooms[:-1]:
+        ratio = min(left, room / total)
+        ratios.append(ratio)
+        left -= ratio
+    ratios.append(left)
+    smallest = min(part.blocks) / total / 2
+    if all(ratio > smallest for ratio in ratios):
+        # In whole thousandths, cut off: the text that gives the same plan again stays short.
+        later = [int(ratio * 1000) / 1000 for ratio in ratios[1:]]
+        if sum(later) < 1.0 and all(later):
+            splits = [SplitRatio(device=order[0])]
+            splits += [SplitRatio(device=name, ratio=ratio) for name, ratio in zip(order[1:], later, strict=True)]
+            found.append(tuple(splits))
+    return found
+
+
+def allowed_on(part: Sizes, device: str, machine: Machine, profile: OffloadProfile, *, first: bool) -> int:
+    """Return the bytes that blocks may take of a device if no other share is there."""
+    numbers = tuple(range(len(part.component.blocks)))
+    allowed = find_allowed(part, device, numbers, machine, profile, first=first, keeps_free=first, current=None)
+    return max(0, allowed.left_bytes)
+
+
+def choose_for(
+    part: Sizes, devices: tuple[SplitRatio, ...], machine: Machine, profile: OffloadProfile
+) -> Choice | None:
+    """Return a component on given devices; None where its least form exceeds one of them."""
+    used = devices[: max(1, len(part.component.blocks))]
+    runs: Sequence[tuple[int, ...]] = [tuple(range(len(part.component.blocks)))]
+    if len(used) > 1:
+        left = 1.0 - sum(split.ratio or 0.0 for split in used)
+        rooms = [machine.device(split.device).available_bytes for split in used]
+        in_all = sum(room for split, room in zip(used, rooms, strict=True) if split.ratio is None) or 1
+        ratios = [split.ratio or left * room / in_all for split, room in zip(used, rooms, strict=True)]
+        runs = cut_runs(part.blocks, ratios)
+    shares, copied = [], {}
+    for index, (split, run) in enumerate(zip(used, runs, strict=True)):
+        allowed = find_allowed(
+            part, split.device, run, machine, profile, first=index == 0, keeps_free=True, current=None
+        )
+        share = allowed.whole
+        if not allowed.holds_all:
+            if allowed.least_bytes > allowed.limit_bytes or not run:
+                return None
+            share, copied[split.device] = estimate_streaming(allowed)
+        copied.setdefault(split.device, 0)
+        shares.append(share)
+    return Choice(component=part.component, devices=used, shares=tuple(shares), copied_bytes=copied)
+
+
+def estimate_streaming(allowed: Allowed) -> tuple[DevicePlan, int]:
+    """Return a share that streams about as much as a plan would, and the bytes of that."""
+    total = sum(allowed.sizes.values())
+    staging_bytes = min(allowed.left_bytes, BLOCKS_AHEAD * allowed.largest_bytes)
+    resident_bytes = max(0, allowed.left_bytes - staging_bytes)
+    share = replace(
+        allowed.whole,
+        resident=frozenset(),
+        resident_bytes=resident_bytes,
+        staging_bytes=staging_bytes,
+        streamed_bytes=total - resident_bytes,
+        streamed_block_bytes=allowed.largest_bytes,
+    )
+    return share, total - resident_bytes
+
+
+def improve(
+    options: Mapping[str, Sequence[Choice]], uses: Sequence[Use], machine: Machine, left_open: Sequence[str]
+) -> dict[str, Choice]:
+    """Return the choice of each component with which the run takes least time, as far as single changes find it."""
+    chosen = {name: found[0] for name, found in options.items()}
+    cost = cost_of(chosen, uses, machine)
+    for _ in range(MOST_ROUNDS):
+        before = cost
+        for name in left_open:
+            for choice in options[name]:
+                changed = {**chosen, name: choice}
+                costs = cost_of(changed, uses, machine)
+                if costs < cost * (1 - SMALLEST_GAIN) or (
+                    costs <= cost * (1 + SMALLEST_GAIN) and choice.rank < chosen[name].rank
+                ):
+                    chosen, cost = changed, costs
+        if cost >= before:
+            break
+    return chosen
+
+
+def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine) -> float:
+    """Return what a repeated run takes at least, in seconds; assumed link speeds where they are not known."""
+    shares = {name: choice.shares for name, choice in chosen.items()}
+    passes = [chosen[use.component].pass_s(use, machine) for use in uses]
+    run = first_and_further(shares, uses, machine, pass_s=dict(enumerate(passes)))
+    seconds = 0.0
+    for use, pass_s in zip(run.uses, passes, strict=True):
+        seconds += use.use.num_passes * pass_s
+        seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())
+    return seconds
+
+
+def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Sequence[Choice]], machine: Machine) -> str:
+    """Return why a component computes where it does, in one line."""
+    choice = chosen[name]
+    largest = by_room(machine)[0]
+    if len(choice.devices) > 1:
+        kept = "all of it is resident" if not choice.streams else "less of it streams"
+        alone = next((other for other in options[name] if len(other.devices) == 1), None)
+        if alone is None:
+            return f"auto: split over {choice.names}: no device alone can compute it"
+        would = format_bytes(sum(alone.copied_bytes.values()))
+        return f"auto: split over {choice.names}, where {kept}; on {alone.names} alone {would} would stream"
+    device = choice.devices[0].device
+    if device == largest.name:
+        return f"auto: {device} has the most memory available, {format_bytes(largest.available_bytes)}"
+    others = [
+        other
+        for other, at in chosen.items()
+        if other != name and any(split.device == largest.name for split in at.devices)
+    ]
+    if others:
+        return f"auto: on {device} it stays loaded beside {', '.join(others)} on {largest.name}"
+    return f"auto: {device} is the fastest for it"

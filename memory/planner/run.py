@@ -1,0 +1,64 @@
+"""A run in numbers: which components compute, in order, how often, for how long, beside how much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..weights.component import Component
+
+__all__ = ["BlockTimes", "Use", "usual_uses"]
+
+# The order in which the parts of a pipeline compute, and how often each does where nothing tells: a sampler's steps.
+USUAL_ORDER = ("text", "vision", "control", "diffusion", "vae")
+USUAL_STEPS = 20
+KINDS_OF_STEPS = ("control", "diffusion")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTimes:
+    """What one forward computes on one device, in seconds: each block, by its number, and what lies between them."""
+
+    blocks_s: tuple[float, ...]
+    other_s: float = 0.0
+
+    @property
+    def pass_s(self) -> float:
+        return sum(self.blocks_s) + self.other_s
+
+    def by_block(self) -> dict[int, float]:
+        """Return the seconds of the blocks in their order; the last one has what lies between them, too."""
+        found = dict(enumerate(self.blocks_s))
+        if found:
+            found[len(found) - 1] += self.other_s
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """One stretch of a run in which a component computes: so many forwards, one right after the other."""
+
+    component: str
+    num_passes: int = 1
+    activation_bytes: int | None = None
+    """What its forwards take beside the weights, on the device of its non-block weights; None: not known."""
+    carried_bytes: int = 0
+    """What the blocks hand on to each other: it crosses each cut of a split."""
+    times: Mapping[str, BlockTimes] = field(default_factory=dict)
+    """By device, as far as they are known."""
+    what: str = ""
+    """What it computes, in words, such as ``20 steps at 1024x1024``."""
+
+
+def usual_uses(components: Iterable[Component]) -> tuple[Use, ...]:
+    """Return a run of which only the components are known: text encoders, a sampler's steps, the VAE."""
+    ordered = sorted(components, key=lambda part: USUAL_ORDER.index(part.kind) if part.kind in USUAL_ORDER else -1)
+    return tuple(
+        Use(component=part.name, num_passes=USUAL_STEPS if part.kind in KINDS_OF_STEPS else 1) for part in ordered
+    )
+
+
+def largest_activations(uses: Sequence[Use], component: str) -> int | None:
+    """Return the most that a component's forwards take beside its weights; None where nothing is known of any."""
+    known = [use.activation_bytes for use in uses if use.component == component]
+    return max((num_bytes for num_bytes in known if num_bytes is not None), default=None)

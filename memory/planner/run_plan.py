@@ -1,0 +1,277 @@
+"""What a run does to the devices: what is loaded and evicted before each use, the peaks, and how long it all takes.
+
+[Note: repeated run] Components compute in turns. One that finds too little room has idle ones evicted, the one that is
+used last first, and no more of it than is missing. The first run loads everything; in each further one the same things
+leave and come back, and those are what a run costs beside its forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from ..units import format_bytes, format_seconds
+from .capacity import DeviceCapacity, Machine
+from .device_plan import DevicePlan
+from .run import BlockTimes, Use
+
+__all__ = ["RunPlan", "UsePlan", "copy_rate", "first_and_further", "run_seconds"]
+
+# What a link is assumed to move where it was not measured: only to compare choices, no seconds are shown for it.
+ASSUMED_BYTES_PER_S = 25e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsePlan:
+    """One use of a component in a run, as the plan expects it."""
+
+    use: Use
+    pass_s: float | None
+    """What one of its forwards takes; None where that is not known."""
+    loaded: Mapping[str, int]
+    """The bytes that are copied to each device before it computes."""
+    load_s: float | None
+    evicted: tuple[tuple[str, str, int], ...] = ()
+    """What has to leave for it: component, device, and how many bytes of it."""
+    weights: Mapping[str, int] = field(default_factory=dict)
+    """What all components have on each device while it computes."""
+
+    @property
+    def seconds(self) -> float | None:
+        """What the use takes, with what is loaded for it; None where either is not known."""
+        if self.pass_s is None or self.load_s is None:
+            return None
+        return self.load_s + self.use.num_passes * self.pass_s
+
+    def peak_bytes(self, device: str) -> int:
+        """Return what weights and activations take of a device; activations that are not known count nothing."""
+        home = next(iter(self.weights), "")
+        return self.weights.get(device, 0) + (self.use.activation_bytes or 0 if device == home else 0)
+
+    def text(self) -> str:
+        """Return the use in one line for people."""
+        one = f"{format_seconds(self.pass_s)} each" if self.pass_s is not None else "time unknown"
+        times = f"{self.use.num_passes} forwards, {one}" if self.use.num_passes != 1 else one.removesuffix(" each")
+        what = f" ({self.use.what})" if self.use.what else ""
+        parts = [f"{self.use.component}{what}: {times}"]
+        if any(self.loaded.values()):
+            took = f" in {format_seconds(self.load_s)}" if self.load_s is not None else ""
+            parts.append(f"loads {format_bytes(sum(self.loaded.values()))}{took}")
+        parts += [f"evicts {format_bytes(num_bytes)} of {name} on {device}" for name, device, num_bytes in self.evicted]
+        if self.use.activation_bytes is None:
+            parts.append("activations unknown")
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "component": self.use.component,
+            "what": self.use.what,
+            "num_passes": self.use.num_passes,
+            "activation_bytes": self.use.activation_bytes,
+            "pass_s": self.pass_s,
+            "load_s": self.load_s,
+            "loaded_bytes": dict(self.loaded),
+            "evicted": [
+                {"component": name, "device": device, "bytes": num_bytes} for name, device, num_bytes in self.evicted
+            ],
+            "peak_bytes": {device: self.peak_bytes(device) for device in self.weights},
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The uses of a run that was run before ([Note: repeated run]), and those of the first one."""
+
+    uses: tuple[UsePlan, ...]
+    first_uses: tuple[UsePlan, ...]
+    room: Mapping[str, int]
+    """What weights and activations may take of each device."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The accelerators of the machine on which something computes."""
+        return [device for device in self.room if any(device in use.weights for use in self.uses)]
+
+    @property
+    def seconds(self) -> float | None:
+        """What a repeated run takes; None where a part of it is not known."""
+        return total_seconds(self.uses)
+
+    def peak_bytes(self, device: str) -> int:
+        """Return the most that weights and activations take of a device at once."""
+        return max((use.peak_bytes(device) for use in (*self.first_uses, *self.uses)), default=0)
+
+    def remaining_bytes(self, device: str) -> int:
+        """Return what is left of a device at the peak; negative if activations take more than what is kept for them."""
+        return self.room[device] - self.peak_bytes(device)
+
+    @property
+    def turns(self) -> list[str]:
+        """Which components take turns on a device because they do not fit together, a line each."""
+        lines = []
+        for device in self.devices:
+            parts = sorted({name for use in self.uses for name, at, _ in use.evicted if at == device})
+            if parts:
+                room = format_bytes(self.room[device])
+                lines.append(f"{' and '.join(parts)} take turns on {device}: {room} do not hold all parts together")
+        return lines
+
+    def text(self) -> str:
+        """Return the run as lines for people."""
+        first_s = total_seconds(self.first_uses)
+        took = "time unknown" if self.seconds is None else f"{format_seconds(self.seconds)}"
+        first = "" if first_s is None or self.seconds is None else f", the first time {format_seconds(first_s)}"
+        lines = [f"run: {took}{first}", *(f"  {use.text()}" for use in self.uses)]
+        for device in self.devices:
+            peak, left = self.peak_bytes(device), self.remaining_bytes(device)
+            left_text = f"{format_bytes(left)} remain" if left >= 0 else f"{format_bytes(-left)} too much"
+            lines.append(f"  {device}: at most {format_bytes(peak)} of {format_bytes(self.room[device])}, {left_text}")
+        return "\n".join([*lines, *(f"  - {line}" for line in self.turns)])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "first_seconds": total_seconds(self.first_uses),
+            "devices": {
+                device: {
+                    "room_bytes": self.room[device],
+                    "peak_bytes": self.peak_bytes(device),
+                    "remaining_bytes": self.remaining_bytes(device),
+                }
+                for device in self.devices
+            },
+            "turns": self.turns,
+            "uses": [use.to_json() for use in self.uses],
+            "first_uses": [use.to_json() for use in self.first_uses],
+        }
+
+
+def total_seconds(uses: Sequence[UsePlan]) -> float | None:
+    seconds = [use.seconds for use in uses]
+    return None if None in seconds else sum(second for second in seconds if second is not None)
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What the components hold of each device while the uses of a run are played."""
+
+    room: Mapping[str, int]
+    """What components may take of each device together."""
+    held: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def on(self, device: str) -> int:
+        return sum(num_bytes for (_, other), num_bytes in self.held.items() if other == device)
+
+    def enter(
+        self, share: DevicePlan, component: str, beside_bytes: int, by_next_use: Sequence[str]
+    ) -> tuple[int, list[tuple[str, str, int]]]:
+        """Load a share; returns the bytes that are copied, and what was evicted for them.
+
+        Args:
+            beside_bytes: what its forwards take of the device.
+            by_next_use: the other components, that which is used last first.
+        """
+        own = self.held.get((component, share.device), 0)
+        missing = self.on(share.device) - own + share.device_bytes + beside_bytes - self.room.get(share.device, 0)
+        evicted = []
+        for other in by_next_use:
+            held = self.held.get((other, share.device), 0)
+            taken = min(held, missing)
+            if taken > 0:
+                self.held[other, share.device] = held - taken
+                evicted.append((other, share.device, taken))
+                missing -= taken
+        working_bytes = share.staging_bytes + share.scratch_bytes
+        self.held[component, share.device] = share.device_bytes
+        return max(0, share.device_bytes - working_bytes - max(0, own - working_bytes)), evicted
+
+
+def first_and_further(
+    shares: Mapping[str, Sequence[DevicePlan]],
+    uses: Sequence[Use],
+    machine: Machine,
+    *,
+    pass_s: Mapping[int, float | None],
+) -> RunPlan:
+    """Play a run twice: the first time nothing is on the devices, then what the first one left.
+
+    Args:
+        shares: by component, those of its plan.
+        pass_s: what one forward takes, by the number of the use.
+    """
+    holdings = Holdings({device.name: device.available_bytes for device in machine.accelerators})
+    first = tuple(play(shares, uses, machine, holdings, pass_s))
+    further = tuple(play(shares, uses, machine, holdings, pass_s))
+    return RunPlan(first_uses=first, uses=further, room=holdings.room)
+
+
+def play(
+    shares: Mapping[str, Sequence[DevicePlan]],
+    uses: Sequence[Use],
+    machine: Machine,
+    holdings: Holdings,
+    pass_s: Mapping[int, float | None],
+) -> Iterator[UsePlan]:
+    for number, use in enumerate(uses):
+        order = [other.component for other in (*uses[number + 1 :], *uses[:number])]
+        by_next_use = sorted({*order} - {use.component}, key=order.index, reverse=True)
+        loaded: dict[str, int] = {}
+        evicted: list[tuple[str, str, int]] = []
+        load_s: float | None = 0.0
+        for index, share in enumerate(shares[use.component]):
+            if share.device == "cpu":
+                continue
+            beside_bytes = (use.activation_bytes or 0) if index == 0 else 0
+            loaded[share.device], left = holdings.enter(share, use.component, beside_bytes, by_next_use)
+            evicted += left
+            if loaded[share.device]:
+                rate = machine.device(share.device).link_bytes_per_s
+                load_s = None if rate is None or load_s is None else load_s + loaded[share.device] / rate
+        yield UsePlan(
+            use=use,
+            pass_s=pass_s[number],
+            loaded=loaded,
+            load_s=load_s,
+            evicted=tuple(evicted),
+            weights={device: holdings.on(device) for device in loaded},
+        )
+
+
+def copy_rate(device: DeviceCapacity) -> float:
+    """Return how fast weights reach a device, in bytes per second: as measured, else an assumed rate."""
+    return device.link_bytes_per_s or ASSUMED_BYTES_PER_S
+
+
+def run_seconds(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes], hop_s: float) -> float | None:
+    """Return what one forward takes: computing, what of copies no compute hides, and the hops of a split.
+
+    None where the times of a device, or of copies to it, are not known.
+
+    Args:
+        hop_s: what all hops of a forward take.
+    """
+    seconds = hop_s
+    for index, share in enumerate(shares):
+        known = times.get(share.device)
+        if known is None or (share.streamed and share.pass_s is None):
+            return None
+        computing_s = sum(known.blocks_s[number] for number in share.blocks) + (known.other_s if index == 0 else 0.0)
+        waiting_s = 0.0
+        if share.pass_s is not None:
+            # A pass of a share is as long as the whole forward: what it has more than the computes is waiting.
+            everywhere_s = sum(
+                times[each.device].blocks_s[number] for each in shares if each.device in times for number in each.blocks
+            ) + (times[shares[0].device].other_s if shares[0].device in times else 0.0)
+            waiting_s = max(0.0, share.pass_s - everywhere_s)
+        seconds += computing_s + waiting_s
+    return seconds
+
+
+def num_hops(shares: Sequence[DevicePlan]) -> int:
+    """Return how often a forward crosses from device to device, and back at its end."""
+    where = {number: share.device for share in shares for number in share.blocks}
+    home = shares[0].device
+    path = [home, *(where[number] for number in sorted(where)), home]
+    return sum(1 for one, other in pairwise(path) if one != other)

@@ -1,0 +1,169 @@
+"""One request plans everything: the devices with which a run takes least time, and what the run does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.planner.capacity import DeviceCapacity, Machine
+from highwater.memory.planner.plan import Plan
+from highwater.memory.planner.request import PlanRequest, plan_request
+from highwater.memory.planner.run import BlockTimes, Use
+from highwater.memory.units import GIB, MIB
+from highwater.memory.weights.component import Block, Component, TensorSpec
+
+LINK = 10e9
+
+
+def part(name: str, kind: str, num_blocks: int, block_bytes: int) -> Component:
+    def block(path: str, num_bytes: int) -> Block:
+        return Block(name=path, tensors=(TensorSpec(name=f"{path}.weight", dtype="BF16", shape=(num_bytes // 2, 1)),))
+
+    blocks = tuple(block(f"layers.{number}", block_bytes) for number in range(num_blocks))
+    return Component(name=name, kind=kind, blocks=blocks, non_block=block("", MIB), has_file=True)
+
+
+def machine(*available: int, link: float | None = LINK) -> Machine:
+    devices = [DeviceCapacity(name="cpu", total_bytes=256 * GIB, available_bytes=256 * GIB)]
+    devices += [
+        DeviceCapacity(name=f"gpu:{index}", total_bytes=room, available_bytes=room, link_bytes_per_s=link)
+        for index, room in enumerate(available)
+    ]
+    return Machine(devices=tuple(devices), pinned_bytes=128 * GIB)
+
+
+def ask(*parts: Component, on: Machine, uses: Sequence[Use] = (), placement: str = "auto") -> Plan:
+    names = [component.name for component in parts]
+    return plan_request(
+        PlanRequest(
+            components=parts,
+            machine=on,
+            placement=parse_placement(placement, devices=[device.name for device in on.devices], components=names),
+            uses=tuple(uses),
+        )
+    )
+
+
+def devices_of(plan: Plan, name: str) -> list[str]:
+    return [share.device for share in plan[name].shares]
+
+
+TEXT = part("text_encoder", "text", 10, 100 * MIB)
+MODEL = part("transformer", "diffusion", 20, 100 * MIB)
+VAE = part("vae", "vae", 4, 20 * MIB)
+
+
+def test_what_fits_together_is_on_the_device_with_most_memory():
+    plan = ask(TEXT, MODEL, VAE, on=machine(8 * GIB, 6 * GIB))
+    assert [devices_of(plan, name) for name in ("text_encoder", "transformer", "vae")] == [["gpu:0"]] * 3
+
+
+def test_what_does_not_fit_beside_the_model_stays_loaded_on_the_other_device():
+    plan = ask(TEXT, MODEL, on=machine(int(2.5 * GIB), int(1.5 * GIB)))
+    assert devices_of(plan, "transformer") == ["gpu:0"]
+    assert devices_of(plan, "text_encoder") == ["gpu:1"]
+    assert any("stays loaded beside transformer on gpu:0" in line for line in plan["text_encoder"].reasons)
+    assert not plan["transformer"].streams and not plan["text_encoder"].streams
+
+
+def test_a_model_that_no_device_holds_is_split_over_both():
+    plan = ask(MODEL, on=machine(int(1.5 * GIB), int(1.2 * GIB)))
+    assert sorted(devices_of(plan, "transformer")) == ["gpu:0", "gpu:1"]
+    assert not plan["transformer"].streams
+    assert any("would stream" in line for line in plan["transformer"].reasons)
+
+
+def test_what_the_user_placed_stays_there():
+    plan = ask(TEXT, MODEL, on=machine(8 * GIB, 6 * GIB), placement="text=gpu:1,transformer=gpu:1&gpu:0@30%")
+    assert devices_of(plan, "text_encoder") == ["gpu:1"]
+    assert devices_of(plan, "transformer") == ["gpu:1", "gpu:0"]
+
+
+def test_the_text_of_the_plan_gives_the_same_plan_again():
+    on = machine(int(1.5 * GIB), int(1.2 * GIB))
+    plan = ask(TEXT, MODEL, VAE, on=on)
+    again = ask(TEXT, MODEL, VAE, on=on, placement=plan.placement)
+    assert [replace(one, choices=()) for one in again.components] == [
+        replace(other, choices=()) for other in plan.components
+    ]
+
+
+def times(num_blocks: int, block_s: float) -> BlockTimes:
+    return BlockTimes(blocks_s=(block_s,) * num_blocks, other_s=block_s)
+
+
+def use(component: Component, passes: int = 1, activations: int = 0, block_s: float = 0.001) -> Use:
+    at = {f"gpu:{index}": times(len(component.blocks), block_s) for index in range(3)}
+    return Use(component=component.name, num_passes=passes, activation_bytes=activations, times=at)
+
+
+def test_a_run_is_told_in_bytes_and_seconds():
+    plan = ask(TEXT, MODEL, on=machine(8 * GIB), uses=[use(TEXT), use(MODEL, 20, 2 * GIB)])
+    assert plan.run is not None
+    text, model = plan.run.first_uses
+    assert text.loaded == {"gpu:0": TEXT.weight_bytes}
+    assert text.load_s == TEXT.weight_bytes / LINK
+    assert abs(model.pass_s - 0.021) < 1e-9
+    # The second run finds both loaded.
+    assert [use.loaded for use in plan.run.uses] == [{"gpu:0": 0}, {"gpu:0": 0}]
+    assert plan.run.peak_bytes("gpu:0") == TEXT.weight_bytes + MODEL.weight_bytes + 2 * GIB
+    assert abs(plan.run.seconds - (0.011 + 20 * 0.021)) < 1e-9
+
+
+def test_parts_that_do_not_fit_together_take_turns_and_the_plan_says_so():
+    plan = ask(TEXT, MODEL, on=machine(int(2.5 * GIB)), uses=[use(TEXT), use(MODEL, 20)])
+    assert plan.run is not None
+    text, model = plan.run.uses
+    missing = TEXT.weight_bytes + MODEL.weight_bytes - int(2.5 * GIB)
+    assert model.evicted == (("text_encoder", "gpu:0", missing),)
+    assert text.evicted == (("transformer", "gpu:0", missing),)
+    assert "take turns on gpu:0" in plan.text()
+
+
+def test_no_seconds_are_made_up():
+    plan = ask(MODEL, on=machine(8 * GIB, link=None), uses=[Use(component="transformer", num_passes=20)])
+    assert plan.run is not None
+    assert plan.run.seconds is None and plan.run.uses[0].pass_s is None
+    assert "time unknown" in plan.text() and "activations unknown" in plan.text()
+
+
+def test_activations_are_kept_free_of_weights():
+    plan = ask(MODEL, on=machine(int(2.5 * GIB)), uses=[use(MODEL, 20, GIB)])
+    share = plan["transformer"].shares[0]
+    assert share.streamed and share.device_bytes + GIB <= int(2.5 * GIB)
+    assert any("predicted for this workflow" in line for line in plan["transformer"].reasons)
+
+
+def test_the_faster_device_computes_what_fits_both():
+    slow, fast = times(20, 0.002), times(20, 0.001)
+    used = Use(component="transformer", num_passes=20, activation_bytes=0, times={"gpu:0": slow, "gpu:1": fast})
+    plan = ask(MODEL, on=machine(9 * GIB, 8 * GIB), uses=[used])
+    assert devices_of(plan, "transformer") == ["gpu:1"]
+    assert "fastest" in plan.text()
+
+
+@given(
+    rooms=st.lists(st.integers(300, 4000), min_size=2, max_size=3),
+    blocks=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 150)), min_size=1, max_size=3),
+)
+def test_no_placement_of_single_devices_is_predicted_faster(rooms: list[int], blocks: list[tuple[int, int]]) -> None:
+    kinds = ("text", "diffusion", "vae")
+    parts = [
+        part(f"{kind}_{number}", kind, count, size * MIB)
+        for number, (kind, (count, size)) in enumerate(zip(kinds, blocks, strict=False))
+    ]
+    on = machine(*(room * MIB for room in rooms))
+    uses = [use(component, 20 if component.kind == "diffusion" else 1) for component in parts]
+    plan = ask(*parts, on=on, uses=uses)
+    assert plan.run is not None and plan.run.seconds is not None
+    names = [device.name for device in on.accelerators]
+    for devices in product(names, repeat=len(parts)):
+        text = ",".join(f"{component.name}={device}" for component, device in zip(parts, devices, strict=True))
+        other = ask(*parts, on=on, uses=uses, placement=text)
+        assert other.run is not None and other.run.seconds is not None
+        assert plan.run.seconds <= other.run.seconds * 1.1, text
