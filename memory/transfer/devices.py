@@ -16,8 +16,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from ..errors import InvalidInput, allowed_values
-from ..options.placement import canonical_device
+from ..options.placement import parse_device
 
 __all__ = [
     "CPU",
@@ -336,16 +335,13 @@ def list_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device:
-    """Return the device with this name: ``cpu``, ``gpu``, ``gpu:1`` or a torch device name.
+    """Return the device with this name: ``cpu``, ``gpu``, ``gpu:1``, a torch device name, or what only one begins with.
 
     Raises:
-        InvalidInput: the machine has no such device; lists its devices.
+        InvalidInput: the machine has no such device, or several begin so; lists them.
     """
     devices = {device.name: device for device in list_devices()}
-    canonical = canonical_device(name)
-    if canonical not in devices:
-        raise InvalidInput(f"this machine has no device {name!r}; {allowed_values(name, devices)}")
-    return devices[canonical]
+    return devices[parse_device(name, list(devices))]
 
 
 def peers_of(device: Device) -> list[str]:
