@@ -1,6 +1,7 @@
 """Hardware described in a line of text: to plan for a machine that is not here, or to simulate it.
 
-devices = device { "," device } ; device = ( "gpu:" int | "host" ) "=" size [ "@" size "/s" ]
+devices = device { "," device } ; device = name "=" size [ "@" size "/s" ]
+name = "gpu" | "gpu:" int | torch device name | "host"
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from ...memory.errors import InvalidInput
 from ...memory.manager.watermark import default_host_watermark, default_watermark, unlearned_bytes
-from ...memory.options.placement import INTEGER, Scanner
+from ...memory.options.placement import INTEGER, WORD, Scanner, canonical_device, names_device
 from ...memory.planner.plan import DeviceCapacity, Machine
 from ...memory.transfer.devices import HostMemory
 from ...memory.transfer.pinned_memory import pin_limit_bytes
@@ -18,7 +19,7 @@ from ...memory.units import GIB, format_bytes, parse_bytes
 
 __all__ = ["DescribedDevice", "Hardware", "parse_hardware"]
 
-NAME = re.compile(r"gpu(?=:)|host")
+HOST = "host"
 SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*", re.ASCII)
 # A PCIe 4.0 x16 slot moves about 25 GB/s.
 DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
@@ -136,16 +137,18 @@ def parse_hardware(text: str) -> Hardware:
 
 def parse_name(scanner: Scanner) -> str:
     begin = scanner.position
-    match = scanner.match(NAME)
-    if match is None:
+    match = scanner.match(WORD)
+    word = match[0] if match else ""
+    if word.lower() == HOST:
+        return HOST
+    if not names_device(word) or canonical_device(word) == "cpu":
         scanner.fail("a device is missing; allowed: gpu:0, gpu:1, ... or host", at=begin)
-    if match[0] == "host":
-        return "host"
-    scanner.take(":")
+    if not scanner.take(":"):
+        return canonical_device(word)
     number = scanner.match(INTEGER)
     if number is None:
         scanner.fail("the number of the gpu is missing, such as gpu:0")
-    return f"gpu:{number[0].lstrip('0') or 0}"
+    return canonical_device(f"{word}:{number[0]}")
 
 
 def parse_amount(scanner: Scanner) -> int:

@@ -16,6 +16,7 @@ __all__, __getattr__ = lazy_names(
             "PlacementItem",
             "Scanner",
             "SplitRatio",
+            "WORD",
             "canonical_device",
             "names_device",
             "no_device",

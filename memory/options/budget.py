@@ -165,7 +165,7 @@ def parse_target(
         if target not in devices:
             scanner.fail(no_device(word, [*devices]), at=begin)
         return target
-    return resolve_kind(scanner, word, components, begin, others=others)
+    return resolve_kind(scanner, word, components, begin, others=others, devices=devices)
 
 
 def parse_size(scanner: Scanner, target: str) -> BudgetItem:

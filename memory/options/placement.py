@@ -3,7 +3,7 @@
     placement  = item { "," item }
     item       = [ component "=" ] place [ ":" tier ]
     place      = "auto" | device { "&" device [ "@" ratio ] }
-    device     = "cpu" | "gpu" | "gpu:" int | torch device name
+    device     = "cpu" | "gpu" | "gpu:" int | torch device name | what only one of these begins with, such as "c"
     tier       = "device" | "pinned" | "host" | "disk" [ "!" ] | device     disk!: nothing of it ever rests in RAM
     ratio      = number [ "%" ]       the device's part of the blocks' bytes; the others divide what is left
 
@@ -44,6 +44,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 TIERS = ("device", "pinned", "host", "disk")
 AUTO = "auto"
+ACCELERATORS = frozenset({"gpu", "cuda", "hip", "rocm", "xpu", "mps", "npu", "mlu", "hpu", "musa", "sim"})
+"""The words with which programs begin the name of an accelerator."""
+DEVICE = re.compile(r"([a-z]+)(?::0*(\d+))?", re.ASCII)
 WORD = re.compile(r"[A-Za-z_][\w.\-]*|\*")
 INTEGER = re.compile(r"\d+", re.ASCII)
 RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", re.ASCII)
@@ -227,10 +230,18 @@ def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: st
     scanner.fail_unexpected(*["&"] * is_split, *["@"] * may_have_ratio, *[":"] * (tier is None))
 
 
-def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int, *, others: Sequence[str] = ()) -> str:
+def resolve_kind(
+    scanner: Scanner,
+    word: str,
+    components: Sequence[str],
+    at: int,
+    *,
+    others: Sequence[str] = (),
+    devices: Collection[str] = (),
+) -> str:
     """Return the component name or kind that a word means: exact, alias, or an unambiguous prefix.
 
-    ``others`` are further words that the error lists as allowed.
+    ``others`` are further words that the error lists as allowed; the word may be the beginning of one of ``devices``.
     """
     if word == "*" or word in components:
         return word
@@ -240,10 +251,12 @@ def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int
             return kind
     meanings = {kind for kind, aliases in KINDS.items() if any(alias.startswith(lowered) for alias in aliases)}
     meanings |= {name for name in components if name.startswith(word)}
+    meanings |= {*devices_meant(word, devices)}
     if len(meanings) == 1:
         return meanings.pop()
     if meanings:
-        scanner.fail(f"component {word!r} is ambiguous: {', '.join(sorted(meanings))}", at=at)
+        what = "component or device" if devices else "component"
+        scanner.fail(f"{what} {word!r} is ambiguous: {', '.join(sorted(meanings))}", at=at)
     allowed = dict.fromkeys(["*", *KINDS, *components, *others])  # components may be called as a kind
     scanner.fail(f"component {word!r} is unknown; {allowed_values(word, allowed)}", at=at)
 
@@ -287,19 +300,39 @@ def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
             name = f"{name}:{number[0].lstrip('0') or 0}"
         else:  # the colon begins a tier
             scanner.go_to(after_name)
-    canonical = canonical_device(name)
-    if canonical not in devices:
+    found = find_device_name(name, devices)
+    if found is None:
         scanner.fail(no_device(name, [AUTO, *devices]), at=begin)
-    return canonical
+    return found
 
 
 def canonical_device(name: str) -> str:
-    """Return ``cpu`` or ``gpu:N`` for a device as any program writes it (``cuda:1``, ``gpu``, ``CPU``)."""
-    kind, _, index = name.lower().partition(":")
+    """Return ``cpu`` or ``gpu:N`` for a device as any program writes it (``cuda``, ``CUDA:01``); others as they are."""
+    match = DEVICE.fullmatch(name.lower())
+    kind, index = match.groups() if match else ("", None)
     if kind == "cpu":
         return "cpu"
-    known = {"gpu", "cuda", "xpu", "mps", "npu", "mlu", "hpu", "musa", "sim"}
-    return f"gpu:{index or 0}" if kind in known else name
+    return f"gpu:{index or 0}" if kind in ACCELERATORS else name
+
+
+def find_device_name(named: str, allowed: Collection[str]) -> str | None:
+    """Return the one of these devices that a name means; None if it means none or may mean several."""
+    found = devices_meant(named, allowed)
+    return found[0] if len(found) == 1 else None
+
+
+def devices_meant(named: str, allowed: Collection[str]) -> list[str]:
+    """Return which of these devices a name may mean: the one of that name, else those whose names begin so.
+
+    A name with a number is complete: ``gpu:1`` never means ``gpu:10``.
+    """
+    canonical, word = canonical_device(named), named.lower()
+    if canonical in allowed:
+        return [canonical]
+    if names_device(word) or not word:
+        return []
+    begins_cuda = "cuda".startswith(word)
+    return [name for name in allowed if name.startswith(word) or (begins_cuda and name.startswith("gpu:"))]
 
 
 def parse_device(named: object, allowed: Sequence[str], *, what: str = "") -> str:
@@ -309,27 +342,30 @@ def parse_device(named: object, allowed: Sequence[str], *, what: str = "") -> st
         what: what names it, for the error.
 
     Raises:
-        InvalidInput: this machine has no such device, or it is not a text.
+        InvalidInput: this machine has no such device, several begin so, or it is not a text.
     """
     require(named, str, what="device", allowed=", ".join(allowed))
     assert isinstance(named, str)
-    name = canonical_device(named.strip())
-    if name not in allowed:
+    name = find_device_name(named.strip(), allowed)
+    if name is None:
         raise InvalidInput(f"{what}: {no_device(named, allowed)}" if what else no_device(named, allowed))
     return name
 
 
 def no_device(named: str, allowed: Sequence[str]) -> str:
-    """Return what is said of a device that this machine lacks, or that is the CPU where only others are allowed."""
+    """Return what is said of a name that means no device here, several, or the CPU where only others are allowed."""
     name = canonical_device(named.strip())
+    meant = devices_meant(named.strip(), allowed)
+    if len(meant) > 1:
+        return f"device {named!r} is ambiguous: {', '.join(meant)}"
     told = f"{named!r} is not allowed here" if name == "cpu" else f"this machine has no device {named!r}"
     return f"{told}; {allowed_values(name, allowed)}"
 
 
 def names_device(word: str) -> bool:
-    """Whether the word means a device, here or elsewhere, rather than a component or a tier."""
-    canonical = canonical_device(word)
-    return canonical == "cpu" or canonical.startswith("gpu:")
+    """Whether the word is a device's full name, here or elsewhere, rather than a component or a tier."""
+    match = DEVICE.fullmatch(word.lower())
+    return match is not None and match[1] in ACCELERATORS | {"cpu"}
 
 
 def parse_ratio(scanner: Scanner) -> float:
@@ -349,7 +385,7 @@ def parse_tier(scanner: Scanner, devices: Collection[str]) -> str:
     if match and match[0] in TIERS:
         return match[0]
     scanner.go_to(begin)
-    if match and names_device(match[0]):
+    if match and (names_device(match[0]) or devices_meant(match[0], devices)):
         return parse_device_name(scanner, devices)
     word = match[0] if match else ""
     scanner.fail(f"tier {word!r} is unknown; {allowed_values(word, [*TIERS, *devices])}", at=begin)

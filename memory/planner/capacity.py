@@ -54,6 +54,8 @@ class DeviceCapacity:
     """What the component holds there now."""
     has_float8: bool = True
     """Whether float8 can be widened there."""
+    is_integrated: bool = False
+    """Whether it has no memory of its own: ``auto`` leaves it alone beside a device that has."""
     band_bytes: int = 0
     """The distance of the watermark's marks, where a component in place keeps its size while free memory changes by
     less: nothing idle could leave for it, and no host says what it may take."""
@@ -81,6 +83,11 @@ class Machine:
     @property
     def accelerators(self) -> tuple[DeviceCapacity, ...]:
         return tuple(device for device in self.devices if device.name != "cpu")
+
+    @property
+    def chosen_from(self) -> tuple[DeviceCapacity, ...]:
+        """The accelerators from which ``auto`` chooses: integrated ones only where there are no others."""
+        return tuple(device for device in self.accelerators if not device.is_integrated) or self.accelerators
 
     @property
     def host_bytes(self) -> int:

@@ -296,11 +296,16 @@ def is_language_model(component: Component) -> bool:
 
 
 def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...]:
-    """Return where ``auto`` computes: the accelerator with most available memory, of equals the fastest link."""
+    """Return where ``auto`` computes: the accelerator with most available memory, of equals the fastest link.
+
+    An integrated one, whose memory is the RAM, only where there is no other.
+    """
     if not machine.accelerators:
         reasons.append("auto: no accelerator found; computes on the CPU")
         return (SplitRatio(device="cpu"),)
-    best = max(machine.accelerators, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
-    if len(machine.accelerators) > 1:
+    best = max(machine.chosen_from, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
+    if len(machine.chosen_from) > 1:
         reasons.append(f"auto: {best.name} has the most memory available, {format_bytes(best.available_bytes)}")
+    if left_out := [device.name for device in machine.accelerators if device not in machine.chosen_from]:
+        reasons.append(f"auto: {' and '.join(left_out)} is integrated: used only where a placement names it")
     return (SplitRatio(device=best.name),)

@@ -7,6 +7,7 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
+        "device_facts": ["DeviceFacts", "find_doubles", "read_facts"],
         "devices": [
             "WITH_FLOAT8",
             "AllocatorBytes",

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from ..errors import InvalidInput, allowed_values
-from ..options.placement import canonical_device
+from ..options.placement import parse_device
+from .device_facts import DeviceFacts, find_doubles, read_facts
 
 __all__ = [
     "CPU",
@@ -221,27 +221,31 @@ class Device:
             WITH_FLOAT8[kind] = can_widen_float8(self.torch_device)
         return WITH_FLOAT8[kind]
 
-    def card(self) -> Card | None:
-        """Return what tells the card from every other, in every process; None if torch reports no uuid of it.
+    def facts(self) -> DeviceFacts:
+        """Return what torch tells of the device; for the CPU, and where torch tells nothing, its name alone.
 
         Allocates no device memory.
         """
         find = getattr(self.module, "get_device_properties", None)
-        if self.is_cpu or find is None:
-            return None
-        properties = find(self.torch_device)
-        uuid = str(getattr(properties, "uuid", ""))
-        return Card(uuid, int(properties.total_memory)) if uuid.strip("0-") else None
+        return read_facts(self.name, None if self.is_cpu or find is None else find(self.torch_device))
+
+    @property
+    def is_integrated(self) -> bool:
+        """Whether it has no memory of its own; False where torch does not tell."""
+        return self.facts().is_integrated
+
+    def card(self) -> Card | None:
+        """Return what tells the card from every other, in every process; None if torch reports no uuid of it."""
+        facts = self.facts()
+        return Card(facts.uuid, facts.total_bytes) if facts.uuid else None
 
     def model_and_size(self) -> tuple[str, int]:
         """Return what the driver calls the device, such as ``NVIDIA H200``, and its bytes; "" where it has no name.
 
         Allocates no device memory, where torch tells the properties of a device.
         """
-        find = getattr(self.module, "get_device_properties", None)
-        properties = None if self.is_cpu or find is None else find(self.torch_device)
-        total = getattr(properties, "total_memory", None)
-        return str(getattr(properties, "name", "")), int(total) if total else self.total_bytes()
+        facts = self.facts()
+        return facts.model, facts.total_bytes or self.total_bytes()
 
     def memory(self) -> DeviceMemory:
         """Return all memory numbers of the device, from one query of the driver and one of the allocator.
@@ -327,25 +331,27 @@ CPU = Device("cpu", torch.device("cpu"))
 
 
 def list_devices() -> tuple[Device, ...]:
-    """Return the CPU, then every accelerator that torch sees. Allocates no device memory."""
+    """Return the CPU, then every accelerator that torch sees; a card that it sees twice only once.
+
+    Allocates no device memory.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return (CPU,)
     count = torch.accelerator.device_count()
-    return CPU, *(Device(f"gpu:{index}", torch.device(accelerator.type, index)) for index in range(count))
+    found = [Device(f"gpu:{index}", torch.device(accelerator.type, index)) for index in range(count)]
+    doubles = find_doubles(device.facts() for device in found) if count > 1 else {}
+    return CPU, *(device for device in found if device.name not in doubles)
 
 
 def find_device(name: str) -> Device:
-    """Return the device with this name: ``cpu``, ``gpu``, ``gpu:1`` or a torch device name.
+    """Return the device with this name: ``cpu``, ``gpu``, ``gpu:1``, a torch device name, or what only one begins with.
 
     Raises:
-        InvalidInput: the machine has no such device; lists its devices.
+        InvalidInput: the machine has no such device, or several begin so; lists them.
     """
     devices = {device.name: device for device in list_devices()}
-    canonical = canonical_device(name)
-    if canonical not in devices:
-        raise InvalidInput(f"this machine has no device {name!r}; {allowed_values(name, devices)}")
-    return devices[canonical]
+    return devices[parse_device(name, list(devices))]
 
 
 def peers_of(device: Device) -> list[str]:
