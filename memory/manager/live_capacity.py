@@ -357,6 +357,7 @@ class LiveCapacity:
                     lasting_bytes=sum(self.lasting_bytes(device.name, name) for name in names) if is_hosted else 0,
                     unlearned_bytes=self.unlearned(device.name, is_hosted=is_hosted),
                     has_float8=device.has_float8,
+                    speed=device.speed(),
                 )
             )
 

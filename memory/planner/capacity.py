@@ -54,6 +54,8 @@ class DeviceCapacity:
     """What the component holds there now."""
     has_float8: bool = True
     """Whether float8 can be widened there."""
+    speed: float | None = None
+    """How fast it computes beside the other devices; None where that is not known."""
     band_bytes: int = 0
     """The distance of the watermark's marks, where a component in place keeps its size while free memory changes by
     less: nothing idle could leave for it, and no host says what it may take."""
