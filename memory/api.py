@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import InvalidInput, quoted, require
+from .errors import InvalidInput, allowed_values, quoted, require
 from .manager.claims.kept import EVERYTHING_KEPT, parse_limit
 from .manager.default import default_manager
 from .manager.departures import Departure
@@ -218,6 +218,30 @@ class Managed:
         for member in members:
             member.come_with(self.members[0])
         return members
+
+    def run_micro_batches(self, calls: Sequence[Callable[[], Any]], component: str | None = None) -> list[Any]:
+        """Make independent calls of a split module so that its devices compute at the same time; returns the results.
+
+        Each result has the same bits as if the calls were made one after the other. They are where nothing can overlap:
+        on one device, or where blocks stream; see `ManagedComponent.run_micro_batches`. A placement such as
+        ``gpu:0&gpu:1/6`` cuts the blocks so that they overlap most. No call may take what another one returns.
+
+        Args:
+            calls: such as ``[lambda: model(first), lambda: model(second)]``.
+            component: which component they call; None: the split one.
+
+        Raises:
+            InvalidInput: no such component.
+            Exception: what a call raises; the later ones are not made then.
+        """
+        by_name = {member.name: member for member in self.members}
+        if component is not None and component not in by_name:
+            raise InvalidInput(
+                f"this call manages no component {quoted(component)}; {allowed_values(component, by_name)}"
+            )
+        split = [member for member in self.members if len(member.managed.shares) > 1] or self.members
+        member = split[0] if component is None else by_name[component]
+        return member.managed.run_micro_batches(calls)
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
         """Make one call with the engine and one without, and compare them: bit by bit, and block by block.

@@ -16,11 +16,12 @@ _ops = torch.ops.highwater_simdevice
 _accelerator = torch.accelerator
 
 
-def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType:
+def create_module(name: str, describe: Callable[[int], str], flops_per_s: Callable[[int], float]) -> types.ModuleType:
     """Return the module for a backend called ``name``. Registers nothing.
 
     Args:
         describe: returns the configuration of a device as text, which is a part of the device's ``uuid``.
+        flops_per_s: returns how fast a device computes, which is told as the clock of its one processor.
     """
 
     def index_of(device: Any = None) -> int:
@@ -53,7 +54,13 @@ def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
         total = _accelerator.get_memory_info(index_of(device))[1]
         uuid = f"{get_device_name(device)}, {describe(index_of(device))}"
-        return types.SimpleNamespace(name=get_device_name(device), total_memory=total, uuid=uuid)
+        return types.SimpleNamespace(
+            name=get_device_name(device),
+            total_memory=total,
+            uuid=uuid,
+            multi_processor_count=1,
+            clock_rate=flops_per_s(index_of(device)),
+        )
 
     def get_device_name(device: Any = None) -> str:
         return f"simulated accelerator {index_of(device)}"

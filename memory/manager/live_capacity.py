@@ -358,6 +358,7 @@ class LiveCapacity:
                     unlearned_bytes=self.unlearned(device.name, is_hosted=is_hosted),
                     has_float8=device.has_float8,
                     is_integrated=device.is_integrated,
+                    speed=device.speed(),
                 )
             )
 

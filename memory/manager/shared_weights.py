@@ -88,7 +88,7 @@ class SharedWeights:
             device = next((device for device in homes if device is not None), None)
             if device is not None:
                 items = [other for other in items if other.component != name]
-                items.append(replace(item, component=name, devices=(SplitRatio(device=device),)))
+                items.append(replace(item, component=name, devices=(SplitRatio(device=device),), groups=None))
         return Placement(items=tuple(items))
 
     def refuse_apart(

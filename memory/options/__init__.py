@@ -9,6 +9,7 @@ __all__, __getattr__ = lazy_names(
     {
         "placement": [
             "AUTO",
+            "AUTO_GROUPS",
             "AUTO_PLACEMENT",
             "INTEGER",
             "KINDS",

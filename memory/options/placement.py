@@ -2,10 +2,12 @@
 
     placement  = item { "," item }
     item       = [ component "=" ] place [ ":" tier ]
-    place      = "auto" | device { "&" device [ "@" ratio ] }
+    place      = "auto" | device { "&" device [ "@" ratio ] } [ "/" groups ]
     device     = "cpu" | "gpu" | "gpu:" int | torch device name | what only one of these begins with, such as "c"
     tier       = "device" | "pinned" | "host" | "disk" [ "!" ] | device     disk!: nothing of it ever rests in RAM
     ratio      = number [ "%" ]       the device's part of the blocks' bytes; the others divide what is left
+    groups     = int | "auto"         of a split: groups of blocks that its devices have in turn, so that they compute
+                                      micro-batches at the same time; auto: as many as gain most
 
 Every program reads placements with this parser. Each error names the column, the value and what is allowed.
 """
@@ -21,6 +23,7 @@ from ..errors import InvalidInput, allowed_values, quoted, require
 
 __all__ = [
     "AUTO",
+    "AUTO_GROUPS",
     "AUTO_PLACEMENT",
     "KINDS",
     "Placement",
@@ -47,6 +50,9 @@ AUTO = "auto"
 ACCELERATORS = frozenset({"gpu", "cuda", "hip", "rocm", "xpu", "mps", "npu", "mlu", "hpu", "musa", "sim"})
 """The words with which programs begin the name of an accelerator."""
 DEVICE = re.compile(r"([a-z]+)(?::0*(\d+))?", re.ASCII)
+AUTO_GROUPS = 0
+"""As a number of groups: as many as gain most."""
+LEAST_GROUPS, MOST_GROUPS = 2, 999
 WORD = re.compile(r"[A-Za-z_][\w.\-]*|\*")
 INTEGER = re.compile(r"\d+", re.ASCII)
 RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", re.ASCII)
@@ -70,9 +76,14 @@ class PlacementItem:
     tier: str | None = None
     forbids_ram: bool = False
     """Whether nothing of it may ever rest in RAM (``disk!``)."""
+    groups: int | None = None
+    """The groups of blocks that the devices of a split have in turn; `AUTO_GROUPS`: the plan chooses; None: one run of
+    blocks on each."""
 
     def __str__(self) -> str:
         splits = "&".join(s.device + (f"@{s.ratio:g}" if s.ratio is not None else "") for s in self.devices)
+        if self.groups is not None:
+            splits += f"/{self.groups or AUTO}"
         target = "" if self.component == "*" else f"{self.component}="
         return target + (splits or AUTO) + (f":{self.tier}" if self.tier else "") + "!" * self.forbids_ram
 
@@ -194,12 +205,13 @@ def parse_placement(text: str, *, devices: Collection[str], components: Sequence
 def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[str]) -> PlacementItem:
     component = take_component(scanner, components)
     splits = parse_place(scanner, devices)
+    groups = parse_groups(scanner, splits) if scanner.peek("/") else None
     tier = None
     if scanner.take(":"):
         tier = parse_tier(scanner, devices)
     forbids_ram = tier == "disk" and scanner.take("!")
-    refuse_what_follows(scanner, splits, tier)
-    return PlacementItem(component=component, devices=splits, tier=tier, forbids_ram=forbids_ram)
+    refuse_what_follows(scanner, splits, tier, groups)
+    return PlacementItem(component=component, devices=splits, tier=tier, forbids_ram=forbids_ram, groups=groups)
 
 
 def take_component(scanner: Scanner, components: Sequence[str]) -> str:
@@ -217,7 +229,7 @@ def take_component(scanner: Scanner, components: Sequence[str]) -> str:
     return "*"
 
 
-def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: str | None) -> None:
+def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: str | None, groups: int | None) -> None:
     """Refuse anything but a comma or the end behind a place and its tier, and say what may stand there."""
     if scanner.at_end or scanner.peek(","):
         return
@@ -225,9 +237,12 @@ def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: st
         scanner.fail("only the second device of a split, and later ones, have a ratio: write gpu:0&gpu:1@30%")
     if scanner.peek("="):
         scanner.fail(f"'=' is unexpected: {BUDGETS}")
-    is_split = tier is None and bool(splits)
+    is_split = tier is None and groups is None and bool(splits)
     may_have_ratio = is_split and len(splits) > 1 and splits[-1].ratio is None
-    scanner.fail_unexpected(*["&"] * is_split, *["@"] * may_have_ratio, *[":"] * (tier is None))
+    may_have_groups = is_split and len(splits) > 1
+    scanner.fail_unexpected(
+        *["&"] * is_split, *["@"] * may_have_ratio, *["/"] * may_have_groups, *[":"] * (tier is None)
+    )
 
 
 def resolve_kind(
@@ -376,6 +391,23 @@ def parse_ratio(scanner: Scanner) -> float:
     if not 0.0 < ratio < 1.0:
         scanner.fail("a ratio between 0 and 1, such as 0.3 or 30%, must follow '@'", at=begin)
     return ratio
+
+
+def parse_groups(scanner: Scanner, splits: Sequence[SplitRatio]) -> int:
+    """Consume the slash and the number of groups behind a split."""
+    if len(splits) < 2:
+        scanner.fail("only a split has groups of blocks in turn: write gpu:0&gpu:1/6")
+    scanner.take("/")
+    scanner.skip_blanks()
+    begin = scanner.position
+    word = scanner.match(WORD)
+    if word is not None and word[0] == AUTO:
+        return AUTO_GROUPS
+    scanner.go_to(begin)
+    number = scanner.match(INTEGER)
+    if number is None or not LEAST_GROUPS <= int(number[0][:9]) <= MOST_GROUPS:
+        scanner.fail(f"a number of groups, {LEAST_GROUPS} to {MOST_GROUPS}, or 'auto' must follow '/'", at=begin)
+    return int(number[0])
 
 
 def parse_tier(scanner: Scanner, devices: Collection[str]) -> str:

@@ -56,6 +56,8 @@ class DeviceCapacity:
     """Whether float8 can be widened there."""
     is_integrated: bool = False
     """Whether it has no memory of its own: ``auto`` leaves it alone beside a device that has."""
+    speed: float | None = None
+    """How fast it computes beside the other devices; None where that is not known."""
     band_bytes: int = 0
     """The distance of the watermark's marks, where a component in place keeps its size while free memory changes by
     less: nothing idle could leave for it, and no host says what it may take."""

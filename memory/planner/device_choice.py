@@ -115,9 +115,9 @@ def asked(part: Sizes) -> tuple[str, str]:
 
 
 def by_room(machine: Machine) -> list[DeviceCapacity]:
-    """Return the accelerators, that with most available memory first, of equals the one with the fastest link."""
+    """Return the accelerators for ``auto``: most available memory first, of equals the fastest link."""
     return sorted(
-        machine.accelerators,
+        machine.chosen_from,
         key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0),
         reverse=True,
     )

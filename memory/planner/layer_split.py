@@ -1,19 +1,20 @@
-"""Where a split is cut: the blocks of a component in one run for each of its devices."""
+"""Where a split is cut: the blocks of a component in one run for each of its devices, or in groups in turn."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from ..options.placement import SplitRatio
+from ..options.placement import AUTO_GROUPS, SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
+from .block_groups import HOP_PART, MOST_GROUPS, Pipeline, balance, best_number, devices_in_turn, predict
 from .capacity import Machine
 from .device_limit import find_limit
 from .sizes import Sizes
 
-__all__ = ["split_blocks"]
+__all__ = ["count_groups", "split_blocks", "split_in_turn"]
 
 
 def split_blocks(
@@ -50,7 +51,108 @@ def split_blocks(
     return fitting
 
 
-def cut_runs(sizes: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, ...]]:
+def split_in_turn(
+    sizes: Sizes,
+    devices: Sequence[SplitRatio],
+    num_groups: int,
+    machine: Machine,
+    profile: OffloadProfile,
+    reasons: list[str],
+    block_seconds: Mapping[int, float] | None = None,
+) -> list[tuple[int, ...]] | None:
+    """Cut the blocks into groups that the devices have in turn ([Note: groups in turn] in `block_groups.py`).
+
+    Returns each device's blocks. By ratios if there are any, else by the devices' speeds, as far as their memory
+    allows. None if no device could have its blocks resident, or a group would have none.
+
+    Args:
+        num_groups: of all devices together; `AUTO_GROUPS`: as many as are predicted to gain most.
+        block_seconds: what each block was measured to compute; else its bytes stand for that.
+    """
+    numbers = range(len(sizes.component.blocks))
+    known = block_seconds is not None and block_seconds.keys() == {*numbers}
+    times = tuple(block_seconds[number] for number in numbers) if block_seconds and known else sizes.blocks
+    rooms = [room_for(sizes, split.device, machine, profile, first=not index) for index, split in enumerate(devices)]
+    speeds = find_speeds(devices, machine)
+    ratios = ratios_in_turn(devices, speeds, [room / sum(sizes.blocks) for room in rooms])
+    pipeline = Pipeline(block_s=times, speeds=speeds, hop_s=sum(times) * HOP_PART)
+    cuts, gains = {}, {}
+    least, most = len(devices), min(len(numbers), MOST_GROUPS)
+    for number in range(least, most + 1) if num_groups == AUTO_GROUPS else [max(least, min(num_groups, len(numbers)))]:
+        runs = cut_in_turn(times, ratios, number)
+        groups = of_devices(runs, len(devices))
+        if all(
+            sum(sizes.blocks[block] for block in blocks) <= room for blocks, room in zip(groups, rooms, strict=True)
+        ):
+            cuts[number], gains[number] = runs, predict(pipeline, runs)
+    if not cuts:
+        return None
+    chosen = best_number(gains)
+    groups = of_devices(cuts[chosen], len(devices))
+    if num_groups > chosen:
+        reasons.append(f"split: {num_groups} groups asked for, {chosen} possible: it has {len(numbers)} blocks")
+    for index, (split, blocks, ratio) in enumerate(zip(devices, groups, ratios, strict=True)):
+        turns = len(devices_in_turn(chosen, len(devices))[index :: len(devices)])
+        what = f"{len(blocks)} blocks in {turns} of {chosen} groups" if turns > 1 else f"{len(blocks)} blocks in a run"
+        reasons.append(f"split: {what} on {split.device} (target {ratio:.0%})")
+    by = "measured times" if known else "bytes"
+    reasons.append(
+        f"micro-batches: {' and '.join(split.device for split in devices)} compute at the same time; two halves of a "
+        f"step are expected to take 1/{gains[chosen]:.2f} of the time of the fastest device alone, by {by} of blocks"
+    )
+    return groups
+
+
+def count_groups(shares: Sequence[Sequence[int]]) -> int:
+    """Return the number of groups of consecutive blocks on one device."""
+    device_of = {number: index for index, blocks in enumerate(shares) for number in blocks}
+    order = [device_of[number] for number in sorted(device_of)]
+    return sum(device != before for device, before in zip(order, [-1, *order], strict=False))
+
+
+def find_speeds(devices: Sequence[SplitRatio], machine: Machine) -> tuple[float, ...]:
+    """Return how fast each device is beside the fastest; all alike if one of them is not known."""
+    known = [machine.device(split.device).speed for split in devices]
+    speeds = [speed for speed in known if speed]
+    return tuple(speed / max(speeds) for speed in speeds) if len(speeds) == len(devices) else (1.0,) * len(devices)
+
+
+def ratios_in_turn(devices: Sequence[SplitRatio], speeds: Sequence[float], rooms: Sequence[float]) -> list[float]:
+    """Return each device's part of the time: what was asked for, else by speed, as far as there is room."""
+    asked = [split.ratio for split in devices]
+    left = 1.0 - sum(ratio or 0.0 for ratio in asked)
+    unasked = [index for index, ratio in enumerate(asked) if ratio is None]
+    most = [1.0 if any(asked) else rooms[index] / max(left, 1e-9) for index in unasked]
+    parts = balance([speeds[index] for index in unasked], most)
+    found = [ratio or 0.0 for ratio in asked]
+    for index, part in zip(unasked, parts, strict=True):
+        found[index] = left * part
+    return found
+
+
+def room_for(sizes: Sizes, device: str, machine: Machine, profile: OffloadProfile, *, first: bool) -> int:
+    """Return the most bytes of blocks that a device can have resident, beside non-block weights and buffers."""
+    fixed = sizes.fixed_bytes(range(len(sizes.component.blocks)), first=True) if first else sum(sizes.buffer_bytes())
+    scratch = sizes.scratch_bytes(range(len(sizes.component.blocks)))
+    return max(0, weight_limit(sizes.component, device, machine, profile) - fixed - scratch)
+
+
+def cut_in_turn(times: Sequence[float], ratios: Sequence[float], num_groups: int) -> list[tuple[int, ...]]:
+    """Cut blocks into runs for devices in turn: those of a device are equally long."""
+    order = devices_in_turn(num_groups, len(ratios))
+    return cut_runs(times, [ratios[device] / order.count(device) for device in order])
+
+
+def of_devices(runs: Sequence[tuple[int, ...]], num_devices: int) -> list[tuple[int, ...]]:
+    """Return the blocks of each device, in their order."""
+    order = devices_in_turn(len(runs), num_devices)
+    return [
+        tuple(number for run, owner in zip(runs, order, strict=True) if owner == device for number in run)
+        for device in range(num_devices)
+    ]
+
+
+def cut_runs(sizes: Sequence[float], ratios: Sequence[float]) -> list[tuple[int, ...]]:
     """Return the positions of one run of blocks per ratio, in order; each has at least one block.
 
     The block that straddles a boundary goes to the side that has more of it.

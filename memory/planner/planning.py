@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..options.placement import AUTO, Placement, SplitRatio
+from ..options.placement import AUTO, AUTO_GROUPS, Placement, SplitRatio
 from ..options.precision import Precision, PrecisionRequest, precision_for
 from ..options.profile import LANGUAGE, OffloadProfile, covers
 from ..units import format_bytes
@@ -15,7 +15,7 @@ from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import forms_in_file, numbers_of
 from .capacity import Machine
-from .device_plan import plan_share
+from .device_plan import DevicePlan, plan_share
 from .form_choice import (
     choose_forms,
     explain_stored,
@@ -27,7 +27,7 @@ from .form_choice import (
     sort_weights,
 )
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
-from .layer_split import split_blocks
+from .layer_split import count_groups, split_blocks, split_in_turn
 from .mixed_tiers import share_ram
 from .plan import ComponentPlan, Plan
 from .precision_table import tabulate_precision
@@ -36,7 +36,7 @@ from .run import BlockTimes
 from .sizes import Sizes, explain_non_block
 from .workload import find_blocking
 
-__all__ = ["draft", "granularity_of", "plan_components", "weights_to_measure"]
+__all__ = ["draft", "explain_integrated", "granularity_of", "plan_components", "weights_to_measure"]
 
 # Fewer bytes of non-block weights are not worth a line.
 LEAST_NON_BLOCK_BYTES = 256 << 20
@@ -77,18 +77,16 @@ def plan_components(
     shared = []
     known_seconds: dict[str, Mapping[int, float] | None] = {}
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
-        groups = split_blocks(part.sizes, devices, machine, profile, reasons)
         name = part.component.name
-        seconds = (block_seconds or {}).get(name) or seconds_where(devices, groups, (times or {}).get(name, {}))
-        known_seconds[name] = seconds
-        shares = tuple(
-            plan_share(
-                part.sizes, split.device, group, machine, profile,
-                first=index == 0, in_file=part.in_file, block_seconds=seconds,
-                pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
-            )
-            for index, (split, group) in enumerate(zip(devices, groups, strict=True))
-        )  # fmt: skip
+        measured, predicted = (block_seconds or {}).get(name), (times or {}).get(name, {})
+        first = predicted.get(devices[0].device)
+        known = measured or (first.by_block() if first is not None else None)
+        shares = plan_in_turn(part, devices, machine, profile, reasons, known)
+        if not shares:
+            groups = split_blocks(part.sizes, devices, machine, profile, reasons)
+            known = measured or seconds_where(devices, groups, predicted)
+            shares = plan_shares(part, devices, groups, machine, profile, known)
+        known_seconds[name] = measured or seconds_where(devices, [share.blocks for share in shares], predicted)
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     for part, (_, _, reasons) in zip(shared, drafts, strict=True):
@@ -127,6 +125,54 @@ def seconds_where(
     return {number: by_block[where[number]][number] for number in sorted(where)} or None
 
 
+def plan_shares(
+    part: StoreSpec,
+    devices: Sequence[SplitRatio],
+    groups: Sequence[tuple[int, ...]],
+    machine: Machine,
+    profile: OffloadProfile,
+    seconds: Mapping[int, float] | None,
+) -> tuple[DevicePlan, ...]:
+    """Return the share of each device, which has a group of blocks."""
+    return tuple(
+        plan_share(
+            part.sizes, split.device, group, machine, profile,
+            first=index == 0, in_file=part.in_file, block_seconds=seconds,
+            pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
+        )
+        for index, (split, group) in enumerate(zip(devices, groups, strict=True))
+    )  # fmt: skip
+
+
+def plan_in_turn(
+    part: StoreSpec,
+    devices: Sequence[SplitRatio],
+    machine: Machine,
+    profile: OffloadProfile,
+    reasons: list[str],
+    seconds: Mapping[int, float] | None,
+) -> tuple[DevicePlan, ...]:
+    """Return the shares of a split in groups in turn; none where that was not asked for, or gains nothing."""
+    asked = part.item.groups
+    if asked is None or len(devices) < 2:
+        return ()
+    lines: list[str] = []
+    groups = split_in_turn(part.sizes, devices, asked, machine, profile, lines, seconds)
+    shares = () if groups is None else plan_shares(part, devices, groups, machine, profile, seconds)
+    if not shares or any(share.streamed for share in shares):
+        off = "blocks stream, and each half of a step would fetch them"
+    elif any(share.scratch_bytes for share in shares):
+        off = "weights are decoded into one scratch memory"
+    else:
+        reasons += lines
+        return shares
+    reasons.append(f"micro-batches: off: {off}")
+    if asked == AUTO_GROUPS:
+        return ()
+    reasons += [line for line in lines if line.startswith("split")]
+    return shares
+
+
 def machine_beside(stores: Sequence[StoreSpec], machine: Machine) -> Machine:
     """Return the machine with the RAM, page-locked or not, that these leave of it."""
     taken = sum(part.host_bytes - (part.ram_bytes - part.unread_bytes) for part in stores if part.has_file)
@@ -146,6 +192,7 @@ def stream_the_same(part: StoreSpec, before: StoreSpec) -> bool:
 def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequence[str]) -> ComponentPlan:
     """Return the plan of a component for which all is decided."""
     assert part.tier is not None
+    has_groups = part.item.groups is not None and len(devices) > 1
     is_tier = not part.in_file or (part.tier == "disk" and not (part.takes_ram_to_stream or part.maps_file))
     return ComponentPlan(
         component=part.component.name,
@@ -162,6 +209,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
             component=part.component.name,
             devices=tuple(devices),
             tier=part.tier if is_tier else None,
+            groups=count_groups([share.blocks for share in part.shares]) if has_groups else None,
         ),
         pinned=part.pinned,
         host_bytes=part.host_bytes,
@@ -278,7 +326,8 @@ def only_for_blocks(
         names = " & ".join(split.device for split in used)
         blocks = {0: "no blocks", 1: "1 block"}.get(len(component.blocks), f"{len(component.blocks)} blocks")
         split = "not split" if len(used) == 1 else f"split over {len(used)} of {len(devices)} devices"
-        reasons.append(f"{split}: it has {blocks}; computes on {names}")
+        nothing = " & ".join(split.device for split in devices[len(used) :])
+        reasons.append(f"{split}: it has {blocks}; computes on {names}, {nothing} gets nothing")
     return used
 
 
@@ -306,6 +355,11 @@ def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...
     best = max(machine.chosen_from, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
     if len(machine.chosen_from) > 1:
         reasons.append(f"auto: {best.name} has the most memory available, {format_bytes(best.available_bytes)}")
-    if left_out := [device.name for device in machine.accelerators if device not in machine.chosen_from]:
-        reasons.append(f"auto: {' and '.join(left_out)} is integrated: used only where a placement names it")
+    reasons += explain_integrated(machine)
     return (SplitRatio(device=best.name),)
+
+
+def explain_integrated(machine: Machine) -> list[str]:
+    """Return the line that says which accelerators ``auto`` leaves alone; none where it chooses from all."""
+    left_out = [device.name for device in machine.accelerators if device not in machine.chosen_from]
+    return [f"auto: {' and '.join(left_out)} is integrated: used only where a placement names it"] if left_out else []

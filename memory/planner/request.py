@@ -12,7 +12,7 @@ from ..weights.component import Component
 from .capacity import KeptFree, Machine
 from .device_choice import choose_devices
 from .plan import Plan
-from .planning import draft, plan_components
+from .planning import draft, explain_integrated, plan_components
 from .run import Use, largest_activations, usual_uses
 from .run_plan import RunPlan, copy_rate, first_and_further, num_hops, run_seconds
 
@@ -65,7 +65,9 @@ def plan_request(request: PlanRequest) -> Plan:
         times={use.component: use.times for use in request.uses if use.times},
     )
     components = tuple(
-        replace(part, choices=(reasons[part.component], *part.choices)) if part.component in reasons else part
+        replace(part, choices=(reasons[part.component], *explain_integrated(machine), *part.choices))
+        if part.component in reasons
+        else part
         for part in plan.components
     )
     plan = replace(plan, components=components)

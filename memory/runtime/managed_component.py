@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -36,6 +37,7 @@ from .forwards.forward_blocks import Forwards
 from .forwards.forward_hooks import ForwardHooks, remove_hooks_of
 from .forwards.forward_pass import ComponentManager, NoManager, Passes
 from .forwards.hooked_modules import HookedModules, block_modules, modules_holding
+from .forwards.micro_batches import why_one_by_one
 from .forwards.module_caches import ModuleCaches
 from .holders import attached
 from .host_books import count_host_bytes
@@ -452,6 +454,36 @@ class ManagedComponent:
         for group in self.groups:
             if isinstance(group.at_rest.store, FileStore):
                 read_into_memory(group)
+
+    # -- micro-batches
+
+    def why_one_by_one(self) -> str:
+        """Return why `run_micro_batches` makes calls one after the other, as far as that is known; empty if not."""
+        if self.forwards.is_loaded:
+            return why_one_by_one(self.shares)
+        return "blocks stream, and a second call would fetch them once more" if self.plan.streams else ""
+
+    def run_micro_batches(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make independent calls of the module of which several devices compute parts at the same time.
+
+        Returns what each returned, the same bits as if made one after the other, which they are where
+        `why_one_by_one` says why. Each is launched whole before the next, in this thread: a call that waits on the host
+        for its results lets nothing overlap. Needs the memory of all calls at once. Raises what a call raises; the
+        later ones are not made then.
+        """
+        step = None
+        if len(calls) > 1 and len(self.shares) > 1 and not self.why_one_by_one():
+            step = self.forwards.begin_step()
+        if step is None:
+            return [call() for call in calls]
+        results: list[Any] = []
+        try:
+            for call in calls:
+                step.begin_call()
+                results.append(call())
+        finally:
+            self.forwards.end_step(results)
+        return results
 
     # -- devices
 

@@ -10,7 +10,8 @@ device-wide synchronize:
 3. Staging memory is overwritten after its last use: the copy stream waits for the free event of the block there.
 4. Memory is freed after its last copy and its last use: the home stream waits for both (`CopyStream.drain`).
 5. A pass on another stream than the last one waits for that one: staging memory, scratch and events are those of one
-   order.
+   order. Only a micro-batch that uses none of these computes beside the one before ([Note: lock-step] in
+   `micro_streams.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class CopyStream:
         self.stream = torch.Stream(device=device.torch_device)
         self.home = self.compute_stream
         self.last_compute = self.home
+        self.beside: list[torch.Stream] = []
+        """The streams of micro-batches beside the last one."""
         self.speeds = CopySpeeds(device)
         self.waits = WaitTimes(device)
 
@@ -47,15 +50,33 @@ class CopyStream:
         self.stream.wait_stream(self.home)
         return slab
 
-    def begin_pass(self) -> None:
-        """Order this pass behind the last one, wherever that ran (rule 5)."""
+    def begin_pass(self, *, beside: bool = False) -> None:
+        """Order this pass behind the last one, wherever that ran (rule 5).
+
+        Args:
+            beside: compute beside the last one, which was ordered as this one is to be.
+        """
         if self.waits.open or self.waits.num_ended:
             self.waits.read()
         self.waits.begin_pass()
         compute = self.compute_stream
-        if compute != self.last_compute:
-            compute.wait_stream(self.last_compute)
-            self.last_compute = compute
+        if beside:
+            self.beside.append(self.last_compute)
+        else:
+            self.follow(compute)
+        self.last_compute = compute
+
+    def follow(self, stream: torch.Stream) -> None:
+        """Make a stream wait for the last passes."""
+        for used in (self.last_compute, *self.beside):
+            if used != stream:
+                stream.wait_stream(used)
+        self.beside.clear()
+
+    def begin_step(self) -> None:
+        """Order the caller's stream behind the last pass: micro-batches begin behind that stream."""
+        self.follow(self.compute_stream)
+        self.last_compute = self.compute_stream
 
     def event(self) -> torch.Event:
         return torch.Event(device=self.device.torch_device)
@@ -104,7 +125,7 @@ class CopyStream:
     def drain(self) -> None:
         """Make the home stream wait for every queued copy and compute, so that memory may be freed (rule 4)."""
         self.home.wait_stream(self.stream)
-        for used in (self.last_compute, self.compute_stream):
+        for used in (self.last_compute, *self.beside, self.compute_stream):
             if used != self.home:
                 self.home.wait_stream(used)
 

@@ -247,6 +247,16 @@ class Device:
         facts = self.facts()
         return facts.model, facts.total_bytes or self.total_bytes()
 
+    def speed(self) -> float | None:
+        """Return how fast it computes beside others of its type: its processors times their clock; None if not known.
+
+        Allocates no device memory.
+        """
+        find = getattr(self.module, "get_device_properties", None)
+        properties = None if self.is_cpu or find is None else find(self.torch_device)
+        processors = getattr(properties, "multi_processor_count", None)
+        return float(processors * (getattr(properties, "clock_rate", None) or 1)) if processors else None
+
     def memory(self) -> DeviceMemory:
         """Return all memory numbers of the device, from one query of the driver and one of the allocator.
 

@@ -336,15 +336,19 @@ class DeviceShare:
 
     # -- computing
 
-    def begin_pass(self, *, is_timed: bool) -> None:
-        """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
+    def begin_pass(self, *, is_timed: bool, beside: bool = False) -> None:
+        """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading.
+
+        Args:
+            beside: it computes beside the last one (`CopyStream.begin_pass`).
+        """
         self.recover()
         self.trace = []
         self.widened.clear()
         if is_timed:
             self.times.begin()
         if self.copies is not None:
-            self.copies.begin_pass()
+            self.copies.begin_pass(beside=beside)
         if self.streamer is not None:
             self.streamer.begin_pass()
 

@@ -14,6 +14,7 @@ __all__, __getattr__ = lazy_names(
         "module_caches": ["ModuleCaches", "address_of", "at_home", "computed_weights"],
         "execution_order": ["in_execution_order"],
         "hooked_modules": ["HookedModules", "block_modules", "modules_holding"],
+        "micro_batches": ["MicroBatches", "why_one_by_one"],
         "forward_blocks": ["Forwards"],
         "forward_hooks": ["ForwardHooks", "remove_hooks_of"],
         "device_answers": ["DeviceAnswers"],

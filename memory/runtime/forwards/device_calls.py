@@ -99,11 +99,12 @@ class DeviceCalls:
         call.visit.give_back_states()
         return None
 
-    def recover(self, *, is_here: bool) -> None:
+    def recover(self, *, is_here: bool, keeps_copies: bool = False) -> None:
         """Undo and forget the calls that an interrupt left open, and all kept copies: the pass is over.
 
         Args:
             is_here: whether they are calls of this thread, whose current device they changed.
+            keeps_copies: keep the copies for the next pass of the same step.
         """
         before = [call.previous for call in self.open if call.previous is not None]
         for call in self.open:
@@ -112,6 +113,6 @@ class DeviceCalls:
         self.open.clear()
         if before and is_here:
             torch.accelerator.set_device_index(before[0])
-        if self.hops.twins:
+        if self.hops.twins and not keeps_copies:
             with host_recordings.paused():
                 self.hops.forget()

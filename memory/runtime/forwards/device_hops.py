@@ -17,7 +17,7 @@ tensors, so that each write to one is seen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -75,6 +75,11 @@ class DeviceHops:
         """By the id of the copy inside."""
         self.num_hops = 0
         self.bytes_moved = 0
+        self.note_use: Callable[[torch.Tensor], None] | None = None
+
+    def note_uses(self, note_use: Callable[[torch.Tensor], None] | None) -> None:
+        """Call a function with each kept copy that is used again: by another call, on other streams; None: no more."""
+        self.note_use = note_use
 
     def forget(self) -> None:
         """Drop the kept copies at the end of a pass."""
@@ -128,6 +133,9 @@ class DeviceHops:
                     self.count(twin.inside.copy_(own))
             for twin in known:
                 twin.note_equal()
+        for twin in known if self.note_use is not None else ():
+            assert self.note_use is not None
+            self.note_use(twin.inside)
         return known
 
     def pair(self, outside: torch.Tensor, inside: torch.Tensor) -> Twin:

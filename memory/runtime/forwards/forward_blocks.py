@@ -31,6 +31,7 @@ from .device_mismatch import explain_mismatch, find_failed, likely_remedy
 from .execution_order import remember_order
 from .forward_pass import ComponentManager, Guest, NoManager, Pass, Passes
 from .hooked_modules import HookedModules
+from .micro_batches import MicroBatches, why_one_by_one
 from .thread_stacks import is_waiting
 
 __all__ = ["Forwards"]
@@ -74,6 +75,8 @@ class Forwards:
         self.hops = DeviceHops()
         self.calls = DeviceCalls(self.hops)
         self.saving = SavingCalls()
+        self.step: MicroBatches | None = None
+        """The micro-batches of the step that a thread computes now."""
         self.ran: dict[int, None] = {}
         """The blocks that ran in this pass, in the order of their first runs; only for a split."""
         self.last_block: int | None = None
@@ -156,6 +159,8 @@ class Forwards:
             raise
         for other, _ in guests:
             other.begin_guest(self)
+        if self.step_here is not None:
+            self.step_here.take(inputs)
         if self.is_quiet and module is self.passes.root and not guests:
             self.shares[0].begin_quiet_pass()
             self.quiet_thread = get_ident()
@@ -209,8 +214,34 @@ class Forwards:
             away = [block for block, number in self.blocks.items() if self.share_of[number] is not home]
             self.calls.find_states(self.blocks, away)
         if self.is_loaded:
+            step = self.step_here
+            beside = step is not None and step.begin_pass(can_be_beside=not why_one_by_one(self.shares))
             for share in self.shares:
-                share.begin_pass(is_timed=is_timed)
+                share.begin_pass(is_timed=is_timed and step is None, beside=beside)
+
+    # -- micro-batches
+
+    @property
+    def step_here(self) -> MicroBatches | None:
+        """The step of micro-batches that this thread computes; None if there is none."""
+        return self.step if self.step is not None and self.step.thread_id == get_ident() else None
+
+    def begin_step(self) -> MicroBatches | None:
+        """Begin a step of micro-batches in this thread; None if one has begun, in any thread."""
+        if self.step is not None:
+            return None
+        self.step = MicroBatches(self.shares, self.hops)
+        return self.step
+
+    def end_step(self, results: Any) -> None:
+        """Go on behind all micro-batches, on the caller's streams; ``results`` is what they returned."""
+        step, self.step = self.step, None
+        if step is not None:
+            step.end(results)
+        if self.passes.here is None and self.hops.twins:
+            self.calls.recover(is_here=True)
+
+    # -- one pass
 
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
         self.guests = guests  # `finish_pass` ends them, even if this raises
@@ -283,7 +314,7 @@ class Forwards:
             if self.saving.open:
                 self.saving.end()
             self.borrower = None
-            self.calls.recover(is_here=current.is_here())
+            self.calls.recover(is_here=current.is_here(), keeps_copies=completed and self.step_here is not None)
             try:
                 self.manager.give_back(current)
             finally:
@@ -363,6 +394,8 @@ class Forwards:
         self.in_parts.discard(number)
         if self.compiles:  # a block that is compiled now must have no hooks inside
             self.forget_parts([number])
+        if self.step is not None and (step := self.step_here) is not None:
+            step.streams.enter_block(number, share.device.torch_device)
         share.enter(number)
         self.last_block = number
         if len(self.shares) > 1:
@@ -383,6 +416,8 @@ class Forwards:
         self.share_of[number].leave(number, prefetches=not failed)
         if failed:
             self.failed_block = number
+        elif self.step is not None and (step := self.step_here) is not None:
+            step.streams.leave_block(number, self.share_of[number].device.torch_device)
         if self.calls.open:
             output = self.calls.leave(module, output, failed=failed)
         return self.after_entry(module, output, current) if current.outermost is module else output
@@ -409,6 +444,8 @@ class Forwards:
         if number not in share.computing:
             self.in_parts.add(number)
             self.seen_in_parts.add(number)
+            if self.step is not None and (step := self.step_here) is not None:
+                step.streams.enter_block(number, share.device.torch_device)
             share.enter(number)
             self.last_block = number
         if torch.is_grad_enabled():

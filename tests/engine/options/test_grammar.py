@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.budget import BudgetItem, exact_size
-from highwater.memory.options.placement import AUTO_PLACEMENT, KINDS, TIERS, PlacementItem, SplitRatio, parse_placement
+from highwater.memory.options.placement import (
+    AUTO_GROUPS,
+    AUTO_PLACEMENT,
+    KINDS,
+    TIERS,
+    PlacementItem,
+    SplitRatio,
+    parse_placement,
+)
 from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
@@ -74,7 +84,8 @@ items = st.builds(
     component=st.sampled_from(["*", *KINDS, *PARTS]),
     devices=places,
     tier=st.one_of(st.none(), st.sampled_from([*TIERS, "gpu:2"])),
-)
+    groups=st.sampled_from([None, AUTO_GROUPS, 2, 6, 999]),
+).map(lambda item: item if len(item.devices) > 1 else replace(item, groups=None))
 
 
 @given(st.lists(items, min_size=1, max_size=4, unique_by=lambda item: item.component))
@@ -102,8 +113,15 @@ def test_a_printed_placement_parses_back_to_itself(wanted: list[PlacementItem]) 
         ("gpu:0@30%", 6, "only the second device of a split, and later ones, have a ratio: write gpu:0&gpu:1@30%"),
         ("te=gpu:0@200%&gpu:1", 9, "only the second device of a split"),
         ("auto@30%", 5, "only the second device of a split"),
-        ("gpu:0&gpu:1@30%%", 16, "'%' is unexpected; allowed: ',', '&', ':' or the end"),
-        ("gpu:0&gpu:1 x", 13, "'x' is unexpected; allowed: ',', '&', '@', ':' or the end"),
+        ("gpu:0&gpu:1@30%%", 16, "'%' is unexpected; allowed: ',', '&', '/', ':' or the end"),
+        ("gpu:0&gpu:1 x", 13, "'x' is unexpected; allowed: ',', '&', '@', '/', ':' or the end"),
+        ("gpu:0/6", 6, "only a split has groups of blocks in turn: write gpu:0&gpu:1/6"),
+        ("auto/6", 5, "only a split has groups"),
+        ("gpu:0&gpu:1/", 13, "a number of groups, 2 to 999, or 'auto' must follow '/'"),
+        ("gpu:0&gpu:1/1", 13, "a number of groups, 2 to 999"),
+        ("gpu:0&gpu:1@30%/ 1000", 18, "a number of groups, 2 to 999"),
+        ("gpu:0&gpu:1/6&gpu:2", 14, "'&' is unexpected; allowed: ',', ':' or the end"),
+        ("gpu:0&gpu:1:host/6", 17, "'/' is unexpected; allowed: ',' or the end"),
         ("gpu:0&gpu:1:host@30%", 17, "'@' is unexpected; allowed: ',' or the end"),
         ("auto x", 6, "'x' is unexpected; allowed: ',', ':' or the end"),
         (
@@ -123,7 +141,7 @@ def test_a_wrong_placement_names_column_and_choices(text: str, column: int, word
     assert words in str(error.value)
 
 
-@given(st.text("agpu:01&@,=.% vtecdisk", max_size=20))
+@given(st.text("agpu:01&@/,=.% vtecdisk", max_size=20))
 def test_any_text_is_parsed_or_refused_in_one_line(text: str) -> None:
     for parse in (parse_placement, parse_profile):
         try:
