@@ -1,6 +1,6 @@
 """Hardware described in a line of text: to plan for a machine that is not here, or to simulate it.
 
-devices = device { "," device } ; device = name "=" size [ "@" size "/s" ]
+devices = device { "," device } ; device = name "=" size [ "@" size "/s" ] [ "@" number "TFLOPS" ]
 name = "gpu" | "gpu:" int | torch device name | "host"
 """
 
@@ -21,6 +21,8 @@ __all__ = ["DescribedDevice", "Hardware", "parse_hardware"]
 
 HOST = "host"
 SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*", re.ASCII)
+FLOPS = re.compile(r"(\d+(?:\.\d+)?)\s*([TG])FLOPS", re.ASCII | re.IGNORECASE)
+SCALES = {"T": 10**12, "G": 10**9}
 # A PCIe 4.0 x16 slot moves about 25 GB/s.
 DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
 DEFAULT_HOST_BYTES = 32 * GIB
@@ -28,11 +30,19 @@ DEFAULT_HOST_BYTES = 32 * GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DescribedDevice:
-    """One accelerator: what it holds and how fast the host reaches it, in bytes and bytes per second."""
+    """One accelerator: what it holds, how fast the host reaches it and how fast it computes.
+
+    In bytes, bytes per second, and floating point operations per second in the dtype of the weights; None: not said.
+    """
 
     name: str
     total_bytes: int
     link_bytes_per_s: int = DEFAULT_LINK_BYTES_PER_S
+    flops_per_s: float | None = None
+
+    def __str__(self) -> str:
+        computes = f"@{self.flops_per_s / 1e12:g}TFLOPS" if self.flops_per_s else ""
+        return f"{self.name}={format_bytes(self.total_bytes)}@{self.link_bytes_per_s / 1e9:g}GB/s{computes}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +74,7 @@ class Hardware:
                     kept_free_bytes=low,
                     link_bytes_per_s=device.link_bytes_per_s,
                     unlearned_bytes=unlearned_bytes(device.total_bytes),
+                    speed=device.flops_per_s,
                 )
             )
         kept = default_host_watermark(self.host_bytes).low_bytes
@@ -88,6 +99,7 @@ class Hardware:
                     h2d_bytes_per_s=device.link_bytes_per_s,
                     d2h_bytes_per_s=device.link_bytes_per_s,
                     peer_bytes_per_s=device.link_bytes_per_s,
+                    **({"flops_per_s": device.flops_per_s} if device.flops_per_s else {}),
                 )
                 for device in self.devices
             ],
@@ -95,21 +107,17 @@ class Hardware:
         )
 
     def __str__(self) -> str:
-        parts = [
-            f"{device.name}={format_bytes(device.total_bytes)}@{device.link_bytes_per_s / 1e9:g}GB/s"
-            for device in self.devices
-        ]
-        return ",".join([*parts, f"host={format_bytes(self.host_bytes)}"])
+        return ",".join([*map(str, self.devices), f"host={format_bytes(self.host_bytes)}"])
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Parse ``gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB``.
+    """Parse ``gpu:0=16GiB@25GB/s@80TFLOPS,gpu:1=10GiB@12GB/s,host=32GiB``.
 
     Raises:
         InvalidInput: names the column, the value and what is allowed.
     """
     scanner = Scanner(text, what="devices")
-    sizes: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int, float | None]] = {}
     for begin in scanner.items("@"):
         name = parse_name(scanner)
         if name in sizes:
@@ -117,20 +125,25 @@ def parse_hardware(text: str) -> Hardware:
         if not scanner.take("="):
             scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
         total = parse_amount(scanner)
-        speed = DEFAULT_LINK_BYTES_PER_S
-        if scanner.take("@"):
+        speed, flops = DEFAULT_LINK_BYTES_PER_S, None
+        if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
             speed = parse_amount(scanner)
             if not scanner.take("/s"):
                 scanner.fail("'/s' must follow a speed, such as 25GB/s")
-        sizes[name] = total, speed
-    host_bytes, _ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0))
+            if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
+                scanner.fail("a number of TFLOPS must follow, such as 80TFLOPS")
+        sizes[name] = total, speed, flops
+    host_bytes, *_ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0, None))
     names = sorted(sizes, key=lambda name: (len(name), name))
     if not names or names != [f"gpu:{number}" for number in range(len(names))]:
         raise InvalidInput(
             f"devices {text!r}: found {', '.join(names) or 'no gpu'}; allowed: gpu:0, gpu:1, ... without gaps, host"
         )
     devices = tuple(
-        DescribedDevice(name=name, total_bytes=sizes[name][0], link_bytes_per_s=sizes[name][1]) for name in names
+        DescribedDevice(
+            name=name, total_bytes=sizes[name][0], link_bytes_per_s=sizes[name][1], flops_per_s=sizes[name][2]
+        )
+        for name in names
     )
     return Hardware(devices=devices, host_bytes=host_bytes)
 
@@ -149,6 +162,21 @@ def parse_name(scanner: Scanner) -> str:
     if number is None:
         scanner.fail("the number of the gpu is missing, such as gpu:0")
     return canonical_device(f"{word}:{number[0]}")
+
+
+def parse_flops(scanner: Scanner, name: str) -> float | None:
+    """Consume how fast a device computes, in operations per second; None where something else comes."""
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(FLOPS)
+    if match is None:
+        return None
+    flops = float(match[1]) * SCALES[match[2].upper()]
+    if name == HOST:
+        scanner.fail("the host has no TFLOPS: only devices compute", at=begin)
+    if not flops:
+        scanner.fail(f"{match[0]!r} is zero; allowed: more than 0", at=begin)
+    return flops
 
 
 def parse_amount(scanner: Scanner) -> int:

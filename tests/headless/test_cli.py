@@ -332,6 +332,9 @@ def test_simulated_devices_are_not_asked_for_as_peers_of_cuda(sim, monkeypatch) 
         ("cpu=3GiB", 1, "allowed: gpu:0, gpu:1, ... or host"),
         ("gpu:0=0GiB", 7, "more than 0"),
         ("gpu:0=1GiB;", 11, "';' is unexpected"),
+        ("gpu:0=1GiB@5GB/s@80", 18, "a number of TFLOPS"),
+        ("gpu:0=1GiB@0TFLOPS", 12, "more than 0"),
+        ("gpu:0=1GiB,host=2GiB@9TFLOPS", 22, "only devices compute"),
     ],
 )
 def test_bad_hardware_is_located(text: str, column: int, words: str) -> None:
@@ -342,14 +345,21 @@ def test_bad_hardware_is_located(text: str, column: int, words: str) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 200), st.integers(1, 100), st.integers(1, 2000) | st.none()), min_size=1, max_size=4
+    ),
     st.integers(1, 512),
 )
-def test_hardware_is_read_as_written(devices: list[tuple[int, int]], host: int) -> None:
-    parts = [f"gpu:{index}={size}GiB@{speed}GB/s" for index, (size, speed) in enumerate(devices)]
+def test_hardware_is_read_as_written(devices: list[tuple[int, int, int | None]], host: int) -> None:
+    parts = [
+        f"gpu:{index}={size}GiB@{speed}GB/s" + (f"@{flops}TFLOPS" if flops else "")
+        for index, (size, speed, flops) in enumerate(devices)
+    ]
     hardware = parse_hardware(", ".join([*parts, f"host={host}GiB"]))
-    assert [device.total_bytes for device in hardware.devices] == [size * GIB for size, _ in devices]
-    assert [device.link_bytes_per_s for device in hardware.devices] == [speed * 10**9 for _, speed in devices]
+    assert [device.total_bytes for device in hardware.devices] == [size * GIB for size, _, _ in devices]
+    assert [device.link_bytes_per_s for device in hardware.devices] == [speed * 10**9 for _, speed, _ in devices]
+    assert [device.flops_per_s for device in hardware.devices] == [flops and flops * 10**12 for _, _, flops in devices]
+    assert parse_hardware(str(hardware)) == hardware
     assert hardware.host_bytes == host * GIB
     assert parse_hardware(str(hardware)).device_names == hardware.device_names
 
