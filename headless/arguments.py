@@ -25,7 +25,10 @@ PRECISION_HELP = (
     f"one of: {', '.join(precision_names(FORMS))}; or one for each part, as in diffusion=fp8 scaled,text=bf16 "
     f"(files only); default: {BY_PROFILE}"
 )
-DEVICES_HELP = 'hardware to simulate instead of using the machine, such as "gpu:0=16GiB@25GB/s@80TFLOPS,gpu:1=10GiB@12GB/s,host=32GiB"'
+DEVICES_HELP = (
+    "hardware to simulate instead of using the machine, such as "
+    '"gpu:0=16GiB@25GB/s@80TFLOPS,gpu:1=10GiB@12GB/s,host=32GiB"'
+)
 WATERMARK_HELP = (
     'how much stays free, low and high mark, such as 1GiB:2GiB for each device, or "gpu:0=5%%:10%%,host=4GiB:6GiB"; '
     "a Watermark node of a workflow counts instead for its device"

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import permutations
+from itertools import combinations, permutations, product
+from math import prod
 
 from ..options.placement import Placement, SplitRatio
 from ..options.profile import OffloadProfile
@@ -31,7 +31,8 @@ __all__ = ["Choice", "choose_devices"]
 SMALLEST_GAIN = 0.005
 # Over more devices than these, only the orders by available memory are tried.
 MOST_PERMUTED = 3
-# How often every component may change its choice.
+# So many combinations of choices are tried one by one; beyond that, changes of one or two components at a time.
+MOST_COMBINATIONS = 512
 MOST_ROUNDS = 4
 # A copy is queued in pieces, so of a link's time hardly any hides behind nothing.
 BLOCKS_AHEAD = 2
@@ -77,11 +78,6 @@ class Choice:
             return 0.0
         return hops * use.carried_bytes / min(copy_rate(machine.device(share.device)) for share in self.shares)
 
-    @cached_property
-    def rank(self) -> tuple[bool, int]:
-        """What decides between choices that are about as fast: the lower one is taken."""
-        return self.streams, len(self.devices)
-
 
 def choose_devices(
     parts: Sequence[Sizes], uses: Sequence[Use], machine: Machine, placement: Placement, profile: OffloadProfile
@@ -106,7 +102,7 @@ def choose_devices(
         else:  # the plan refuses it, and says why
             left_open.discard(name)
     run = [use for use in uses if use.component in options]
-    chosen = improve(options, run, machine, [name for name in order_of(run) if name in left_open])
+    chosen = best_choices(options, run, machine, [name for name in order_of(run) if name in left_open])
     return {name: (chosen[name].devices, explain(chosen, name, options, machine)) for name in left_open}
 
 
@@ -225,25 +221,40 @@ def estimate_streaming(allowed: Allowed) -> tuple[DevicePlan, int]:
     return share, total - resident_bytes
 
 
-def improve(
+def best_choices(
     options: Mapping[str, Sequence[Choice]], uses: Sequence[Use], machine: Machine, left_open: Sequence[str]
 ) -> dict[str, Choice]:
-    """Return the choice of each component with which the run takes least time, as far as single changes find it."""
-    chosen = {name: found[0] for name, found in options.items()}
-    cost = cost_of(chosen, uses, machine)
+    """Return the choice of each component with which the run takes least time, as far as the search finds it."""
+    best = {name: found[0] for name, found in options.items()}
+    best_s = cost_of(best, uses, machine)
+
+    def try_all(names: Sequence[str]) -> None:
+        nonlocal best, best_s
+        for choices in product(*(options[name] for name in names)):
+            changed = {**best, **dict(zip(names, choices, strict=True))}
+            seconds = cost_of(changed, uses, machine)
+            is_alike = seconds <= best_s * (1 + SMALLEST_GAIN)
+            if seconds < best_s * (1 - SMALLEST_GAIN) or (is_alike and rank_of(changed) < rank_of(best)):
+                best, best_s = changed, seconds
+
+    if prod(len(options[name]) for name in left_open) <= MOST_COMBINATIONS:
+        try_all(left_open)
+        return best
     for _ in range(MOST_ROUNDS):
-        before = cost
+        before = best
         for name in left_open:
-            for choice in options[name]:
-                changed = {**chosen, name: choice}
-                costs = cost_of(changed, uses, machine)
-                if costs < cost * (1 - SMALLEST_GAIN) or (
-                    costs <= cost * (1 + SMALLEST_GAIN) and choice.rank < chosen[name].rank
-                ):
-                    chosen, cost = changed, costs
-        if cost >= before:
+            try_all([name])
+        for pair in combinations(left_open, 2):
+            if prod(len(options[name]) for name in pair) <= MOST_COMBINATIONS:
+                try_all(pair)
+        if best is before:
             break
-    return chosen
+    return best
+
+
+def rank_of(chosen: Mapping[str, Choice]) -> tuple[int, int]:
+    """Return what decides between choices that are about as fast: how many stream, and on how many devices."""
+    return sum(choice.streams for choice in chosen.values()), sum(len(choice.devices) for choice in chosen.values())
 
 
 def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine) -> float:

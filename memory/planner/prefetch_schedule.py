@@ -45,6 +45,10 @@ TRIED_BLOCKS = 10_000
 # With many blocks fewer choices are tried: how many blocks all starts may have together, and all that get offsets.
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
+# Beyond some 60 blocks fewer still, as the cube of their number over this: the less does a single one matter. And
+# beyond so many, one choice gets one layout.
+TRIED_CUBES = 40_000_000
+MANY_BLOCKS = 150
 SLACK = 0.01
 
 
@@ -101,8 +105,8 @@ def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | N
 
     Staging memory is what the residents leave. The search begins with residents spread evenly, beside staging memory
     of several sizes, and changes a few blocks of the best of these while that gains. The same numbers always give the
-    same answer, which is remembered. A search takes some 100 ms for the 57 blocks of Flux, and at most three times as
-    long for thousands of blocks, of which it tries fewer choices. Blocks of no bytes stay.
+    same answer, which is remembered. A search takes some 100 ms for the 57 blocks of Flux, and less for
+    hundreds of blocks, of which it tries fewer choices. Blocks of no bytes stay.
 
     Args:
         work: its blocks need more than ``room_bytes``; `balanced_workload` where times are not known.
@@ -132,7 +136,7 @@ def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | N
         return trial if trial.staging_bytes < (depth + 1) * max(streamed) + min(streamed) else None
 
     spread = spread_beside_staging(work, room_bytes, depth)
-    starts = list(islice(filter(None, map(timed, spread)), max(2, STARTED_BLOCKS // len(work.sizes))))
+    starts = list(islice(filter(None, map(timed, spread)), max(2, affordable(STARTED_BLOCKS, len(work.sizes)))))
     enough_s = work.least_s * (1 + SMALLEST_GAIN)
     # The sort is stable: of equals, even spreading and less staging memory come first.
     fastest = sorted(dict.fromkeys(starts), key=lambda trial: trial.pass_s)
@@ -140,7 +144,7 @@ def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | N
     best: Schedule | None = None
     # The bound is not always reached: it depends on where blocks can lie in the staging memory.
     choices = dict.fromkeys([starts[0], *improved, *fastest[:NUM_PLACED]])
-    num_choices = max(1, PLACED_BLOCKS // len(work.sizes))
+    num_choices = max(1, PLACED_BLOCKS // len(work.sizes)) if len(work.sizes) <= MANY_BLOCKS else 1
     kept = set(sorted(choices, key=lambda trial: trial.pass_s)[:num_choices])
     for trial in (trial for trial in choices if trial in kept):
         schedule = place_streamed(work, trial.resident, trial.staging_bytes)
@@ -163,7 +167,7 @@ def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int)
     streamed = work.streamed_sizes(resident)
     # Of equal blocks a whole number lie best side by side.
     whole_bytes = staging_bytes // max(streamed) * max(streamed)
-    if len(work.sizes) > PLACED_BLOCKS:
+    if len(work.sizes) > MANY_BLOCKS:
         return place(whole_bytes if min(streamed) == max(streamed) else staging_bytes, 1)
     best = place(whole_bytes, 1)
     for less, num_rounds in ((staging_bytes, 1), (whole_bytes, 2), (staging_bytes, 2)):
@@ -173,6 +177,11 @@ def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int)
         if other.pass_s < best.pass_s * (1 - SMALLEST_GAIN):
             best = other
     return best
+
+
+def affordable(num_blocks: int, each: int) -> int:
+    """Return how many choices of so many blocks each a search may look at."""
+    return min(num_blocks // each, TRIED_CUBES // each**3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +206,7 @@ def improve(
     """
     random = Random(len(sizes))
     smallest = min(size for size in sizes if size)
-    num_trials = min(MAX_TRIALS, TRIED_BLOCKS // len(sizes))
+    num_trials = min(MAX_TRIALS, affordable(TRIED_BLOCKS, len(sizes)))
     best = current = start
     for trial in range(num_trials):
         if best.pass_s <= enough_s:

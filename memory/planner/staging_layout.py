@@ -35,6 +35,8 @@ TIMED_PASSES = 2
 # Beside how many pieces of memory offsets are looked for, for all blocks of a round: those behind the last block have
 # been free for longest.
 TRIED_PIECES = 2_000
+# With hundreds of blocks fewer: so many for all pairs of them.
+TRIED_PAIRS = 120_000
 
 Owner = TypeVar("Owner")
 
@@ -113,7 +115,7 @@ def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets:
     freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
     copied = now = 0.0
     reach = 0
-    num_pieces = max(1, TRIED_PIECES // len(work.sizes))
+    num_pieces = max(1, min(TRIED_PIECES // len(work.sizes), TRIED_PAIRS // len(work.sizes) ** 2))
     for here in itertools.cycle(offsets):
         for position, size in enumerate(work.sizes):
             if position in resident:
