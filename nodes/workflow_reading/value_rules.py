@@ -101,9 +101,9 @@ def taken_branch(node_id: str, prompt: Mapping[str, Any]) -> Any:
     switch = node["inputs"].get("switch")
     if is_link(switch, prompt):
         source: Any = prompt[switch[0]]
-        inputs = source.get("inputs") if isinstance(source, Mapping) else None
-        is_constant = isinstance(inputs, Mapping) and source.get("class_type") == "PrimitiveBoolean"
-        switch = inputs.get("value") if is_constant else None
+        is_constant = isinstance(source, Mapping) and source.get("class_type") == "PrimitiveBoolean"
+        inputs = source.get("inputs") if is_constant else None
+        switch = inputs.get("value") if isinstance(inputs, Mapping) else None
     if not isinstance(switch, bool):
         return node
     left_out = "on_false" if switch else "on_true"
