@@ -15,6 +15,7 @@ __all__, __getattr__ = lazy_names(
         "sharing": ["NOTHING_SHARED", "Shared", "find_shared", "named_tensors"],
         "known_errors": ["MeasuredFile", "note_errors", "read_errors", "remember_errors_in"],
         "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],
+        "gguf_header": ["component_from_gguf", "is_gguf"],
         "form_numbers": ["AS_THEY_CAME", "FormNumbers", "Forms", "rests_of"],
         "storage_form": ["AS_STORED", "EncodedForm", "StorageForm"],
         "side_factors": ["SideFactors", "add_product"],

@@ -5,7 +5,7 @@ from ...memory.lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "prompt_graph": ["PromptGraph"],
+        "prompt_graph": ["MODEL_FILE", "PromptGraph"],
         "queue_forecast": ["Known", "MAX_PROMPTS", "QueueForecast", "remember"],
     },
 )

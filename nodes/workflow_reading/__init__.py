@@ -1,0 +1,22 @@
+"""What a whole workflow loads and computes, read off its graph without running it: for plans."""
+
+from ...memory.lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "description": [
+            "AppliedLora",
+            "Asked",
+            "Call",
+            "LoadedModel",
+            "NodeName",
+            "Size",
+            "Tiling",
+            "WatermarkSetting",
+            "WorkflowDescription",
+            "WorkflowUse",
+        ],
+        "reading": ["read_workflow"],
+    },
+)
