@@ -32,5 +32,6 @@ __all__, __getattr__ = lazy_names(
         "copy_stream": ["CopyStream"],
         "host_heap": ["describe_return", "give_back_heap", "has_trim"],
         "bounce_buffers": ["BounceBuffers", "WindowCopies", "allocate_slabs"],
+        "peer_copies": ["PeerCopies"],
     },
 )

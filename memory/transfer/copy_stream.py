@@ -35,6 +35,12 @@ class CopyStream:
         self.last_compute = self.home
         self.speeds = CopySpeeds(device)
         self.waits = WaitTimes(device)
+        self.beside: CopyStream | None = None
+        """Copies the same weights at rest to another device."""
+
+    def wait_beside(self, other: CopyStream) -> None:
+        """Wait for another stream, too, where the host waits for this one: both copy from the same weights at rest."""
+        self.beside = other
 
     @property
     def compute_stream(self) -> torch.Stream:
@@ -98,7 +104,7 @@ class CopyStream:
 
     def finish(self) -> None:
         """Wait on the host until every queued copy is done; weights at rest may be written to then. Not for a step."""
-        self.stream.synchronize()
+        self.wait()
         self.compute_stream.wait_stream(self.stream)
 
     def drain(self) -> None:
@@ -110,4 +116,6 @@ class CopyStream:
 
     def wait(self) -> None:
         """Wait on the host until every queued copy is done. Not for a step."""
+        if self.beside is not None:
+            self.beside.wait()
         self.stream.synchronize()
