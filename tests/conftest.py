@@ -105,8 +105,8 @@ def no_links_remembered() -> Iterator[None]:
     remember_needs_in(None)
     share_devices_in(None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("highwater.memory.manager.live_capacity.known_link", lambda device: None)
-        patch.setattr("highwater.memory.manager.live_capacity.link_bytes_per_s", lambda device, measure: measure())
+        patch.setattr("highwater.memory.manager.live_capacity.known_link", lambda device, store=None: None)
+        patch.setattr("highwater.memory.manager.live_capacity.link_bytes_per_s", lambda device, measure, **_: measure())
         yield
 
 

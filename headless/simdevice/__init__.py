@@ -87,6 +87,7 @@ class SimDeviceSpec:
     latency_s: float = 1e-5
     round_to: int = 1
     reserve_bytes: int = 0
+    has_peer_access: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve_bytes <= self.total_bytes:
@@ -174,7 +175,12 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
     WITH_FLOAT8[name] = True  # not to be tried: a few bytes would be counted as some node's
 
     torch.utils.rename_privateuse1_backend(name)
-    module = create_module(name, lambda index: repr(_specs[index]), lambda index: _specs[index].flops_per_s)
+    module = create_module(
+        name,
+        lambda index: repr(_specs[index]),
+        lambda index: _specs[index].flops_per_s,
+        lambda index: _specs[index].has_peer_access,
+    )
     torch._register_device_module(name, module)
     torch.utils.generate_methods_for_privateuse1_backend()
     _name = name

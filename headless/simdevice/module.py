@@ -16,12 +16,18 @@ _ops = torch.ops.highwater_simdevice
 _accelerator = torch.accelerator
 
 
-def create_module(name: str, describe: Callable[[int], str], flops_per_s: Callable[[int], float]) -> types.ModuleType:
+def create_module(
+    name: str,
+    describe: Callable[[int], str],
+    flops_per_s: Callable[[int], float],
+    has_peers: Callable[[int], bool],
+) -> types.ModuleType:
     """Return the module for a backend called ``name``. Registers nothing.
 
     Args:
         describe: returns the configuration of a device as text, which is a part of the device's ``uuid``.
         flops_per_s: returns how fast a device computes, which is told as the clock of its one processor.
+        has_peers: returns whether a device and others have access to each other's memory.
     """
 
     def index_of(device: Any = None) -> int:
@@ -62,6 +68,10 @@ def create_module(name: str, describe: Callable[[int], str], flops_per_s: Callab
             clock_rate=flops_per_s(index_of(device)),
         )
 
+    def can_device_access_peer(device: Any, peer: Any) -> bool:
+        numbers = {index_of(device), index_of(peer)}
+        return len(numbers) == 2 and all(map(has_peers, numbers))
+
     def get_device_name(device: Any = None) -> str:
         return f"simulated accelerator {index_of(device)}"
 
@@ -79,6 +89,7 @@ def create_module(name: str, describe: Callable[[int], str], flops_per_s: Callab
         "current_device": _accelerator.current_device_index,
         "set_device": lambda device: _accelerator.set_device_index(index_of(device)),
         "device": device_of,
+        "can_device_access_peer": can_device_access_peer,
         "get_device_name": get_device_name,
         "get_device_properties": get_device_properties,
         "synchronize": lambda device=None: _accelerator.synchronize(index_of(device)),

@@ -32,6 +32,9 @@ def learn_times(member: Member, capacity: LiveCapacity) -> None:
         for is_pinned, speed in share.take_speeds().items():
             if capacity.note_link(share.device, speed, is_pinned=is_pinned):
                 member.outdate_plan()
+        way = share.stored.peers.take_speed() if share.stored is not None else None
+        if way is not None and share.stored is not None and capacity.note_peer(share.device, share.stored.device, way):
+            member.outdate_plan()
 
 
 def learn_needs(member: Member, capacity: LiveCapacity, current: Pass, needed: Mapping[str, int]) -> None:
@@ -133,6 +136,12 @@ def what_happened(member: Member, capacity: LiveCapacity, device: Device, shorta
 def learn_failed_load(member: Member, capacity: LiveCapacity, plan: ComponentPlan, error: BaseException) -> None:
     """Note that loading failed although the plan fitted: the next load takes the least that can compute."""
     shortage = read_shortage(error)
+    if shortage is not None and plan.store and capacity.devices[plan.store].torch_device.index == shortage.device_index:
+        member.outdate_plan()
+        member.note_failed_load(plan.store)
+        what = what_happened(member, capacity, capacity.devices[plan.store], shortage)
+        add_line(error, f"Highwater: {what}; that was while it was stored there; the next run stores nothing there")
+        return
     share = find_short(plan, capacity, shortage) if shortage is not None else None
     if shortage is None or share is None:
         return

@@ -12,12 +12,12 @@ from functools import partial
 
 from ..errors import DoesNotFit, InvalidInput
 from ..options.marks import HOST
-from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
+from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine, PeerLink
 from ..planner.plan import ComponentPlan
 from ..planner.replanning import confirm_plan, replan
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.input_size import Size
-from ..transfer.devices import Device, HostMemory
+from ..transfer.devices import Device, HostMemory, peers_of
 from ..transfer.link_speed import known_link, link_bytes_per_s
 from ..transfer.pinned_memory import pin_limit_bytes
 from ..weights.component import Component
@@ -70,6 +70,8 @@ class LiveCapacity:
         """Bytes per second from page-locked memory, as far as they were ever measured."""
         self.pageable_links: dict[str, float] = {}
         """Bytes per second from other host memory, as far as they were measured in this process."""
+        self.peers: dict[str, tuple[PeerLink, ...]] = {}
+        """By device, the ways from all others, once a plan was asked for."""
         self.reloads = ReloadTimes(self.links, self.pageable_links)
         self.epoch = 0
         """Counts changes of the memory that plans share; a plan of an older epoch is checked again."""
@@ -359,6 +361,8 @@ class LiveCapacity:
                     has_float8=device.has_float8,
                     is_integrated=device.is_integrated,
                     speed=device.speed(),
+                    idle_bytes=others,
+                    peers=self.peers_of(device),
                 )
             )
 
@@ -422,6 +426,30 @@ class LiveCapacity:
         if member.end_run():
             shares = member.managed.plan.shares
             self.needs.decay(self.key_of(member.managed.component, share.device, member) for share in shares)
+
+    def peers_of(self, device: Device) -> tuple[PeerLink, ...]:
+        """Return how weights come to a device from every other, as far as that is known; asks the driver once."""
+        if device.is_cpu:
+            return ()
+        if device.name not in self.peers:
+            direct = peers_of(device)
+            self.peers[device.name] = tuple(
+                PeerLink(device=name, is_direct=name in direct, bytes_per_s=known_link(device, other))
+                for name, other in self.devices.items()
+                if not other.is_cpu and other != device
+            )
+        return self.peers[device.name]
+
+    def note_peer(self, device: Device, store: Device, speed: float) -> bool:
+        """Store the first measured speed of copies from another device; returns whether it was unknown before."""
+        links = self.peers_of(device)
+        if any(link.device == store.name and link.bytes_per_s for link in links):
+            return False
+        known = link_bytes_per_s(device, partial(float, speed), store=store)
+        self.peers[device.name] = tuple(
+            replace(link, bytes_per_s=known) if link.device == store.name else link for link in links
+        )
+        return True
 
     def note_link(self, device: Device, speed: float, *, is_pinned: bool) -> bool:
         """Store the first measured speed of copies to a device; returns whether it was unknown before.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..weights.component import Component
 
-__all__ = ["EVERYTHING", "DeviceCapacity", "KeptFree", "Machine"]
+__all__ = ["EVERYTHING", "DeviceCapacity", "KeptFree", "Machine", "PeerLink"]
 
 EVERYTHING = sys.maxsize
 """As an amount to keep free: all but the least form that can compute."""
@@ -24,6 +24,18 @@ class KeptFree:
     """What was free when they ran out of memory beside the least form: keeping no more than that free is in vain."""
     is_known: bool = True
     """Whether forwards of this input size were seen; otherwise they may need more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerLink:
+    """How weights that rest on another device reach this one."""
+
+    device: str
+    """The other device."""
+    is_direct: bool
+    """Whether the hardware copies from one to the other; otherwise copies pass through page-locked RAM."""
+    bytes_per_s: float | None = None
+    """How fast such copies are, by whichever way they take; None where that was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +73,14 @@ class DeviceCapacity:
     band_bytes: int = 0
     """The distance of the watermark's marks, where a component in place keeps its size while free memory changes by
     less: nothing idle could leave for it, and no host says what it may take."""
+    idle_bytes: int = 0
+    """The part of the available bytes that idle components hold."""
+    peers: tuple[PeerLink, ...] = ()
+    """The devices from whose memory weights can come here."""
+
+    def peer(self, device: str) -> PeerLink | None:
+        """Return the link from another device; None where nothing is known of one."""
+        return next((link for link in self.peers if link.device == device), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

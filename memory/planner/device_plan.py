@@ -55,6 +55,10 @@ class DevicePlan:
     """The bytes of all blocks that stream."""
     read_bytes: int = 0
     """What of these a pass reads from their file."""
+    stored: frozenset[int] = frozenset()
+    """The blocks that stream from the memory of another device ([Note: store] in `device_store.py`)."""
+    stored_bytes: int = 0
+    """The bytes that these take there."""
     scratch_bytes: int = 0
     pass_s: float | None = None
     """What a pass is predicted to take; None where the speeds are not known."""
@@ -119,6 +123,8 @@ class DevicePlan:
             "resident_bytes": self.resident_bytes,
             "streamed_bytes": self.streamed_bytes,
             "read_bytes": self.read_bytes,
+            "stored_blocks": len(self.stored),
+            "stored_bytes": self.stored_bytes,
             "staging_bytes": self.staging_bytes,
             "scratch_bytes": self.scratch_bytes,
             "device_bytes": self.device_bytes,

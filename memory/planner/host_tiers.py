@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InvalidInput, allowed_values
-from ..options.placement import PlacementItem
+from ..options.placement import PlacementItem, names_device
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..units import LOCK_LIMIT_BYTES, format_bytes
@@ -54,6 +54,8 @@ class StoreSpec:
     on_cpu: bool
     shares: tuple[DevicePlan, ...] = ()
     tier: str | None = None
+    store: str = ""
+    """The other device from whose memory its blocks stream; ``tier`` is then where these copies come from."""
     is_short: bool = False
     """Whether RAM does not hold all of it beside what comes first: which blocks rest in its file is still open."""
     in_file: frozenset[str] = frozenset()
@@ -201,7 +203,7 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
     Raises:
         InvalidInput: a tier that cannot be had; lists those that can.
     """
-    decided = [replace(part, tier=asked_tier(part)) for part in stores]
+    decided = [origin_of(part, machine) if is_store(part) else replace(part, tier=asked_tier(part)) for part in stores]
     # What has no file is in RAM already, and the bytes that are free do not count it.
     open_parts = [index for index, part in enumerate(decided) if part.can_rest_on_disk]
     left = machine.host_bytes - sum(
@@ -237,6 +239,41 @@ def explain_excess(part: StoreSpec, left: int) -> str:
     have = format_bytes(max(0, left + part.bounce_bytes))
     need = format_bytes(part.unread_bytes)
     return f"tier {part.tier!r} needs {need} of RAM, {have} available; tier 'disk' needs none"
+
+
+def is_store(part: StoreSpec) -> bool:
+    """Whether another device is to store what streams."""
+    return part.item.tier is not None and part.item.tier != "device" and names_device(part.item.tier)
+
+
+def origin_of(part: StoreSpec, machine: Machine) -> StoreSpec:
+    """Return a component that another device stores, with where its weights come from ([Note: store]).
+
+    Raises:
+        InvalidInput: that device cannot store it.
+    """
+    store, text = part.item.tier, f"placement {str(part.item)!r}"
+    assert store is not None
+    devices = [share.device for share in part.item.devices]
+    if part.on_cpu or store == "cpu":
+        why = "it computes on the CPU" if part.on_cpu else "the CPU's memory is tier 'host'"
+    elif part.num_devices > 1:
+        why = "a split over several devices streams from RAM or its file"
+    elif store in devices or (not devices and len(machine.accelerators) < 2):
+        why = "it computes there"
+    else:
+        origin = "disk" if part.can_rest_on_disk and not (part.cast and part.forms_by_profile) else "host"
+        reasons = () if origin == "disk" else (f"rests in RAM, too: {why_in_ram(part)}",)
+        return replace(part, tier=origin, store=store, reasons=(*part.reasons, *reasons))
+    allowed = ["host"] if part.on_cpu else ["device", "pinned", "host", *["disk"] * part.can_rest_on_disk]
+    raise InvalidInput(f"{text}: {store} cannot store {part.component.name}: {why}; {allowed_values(store, allowed)}")
+
+
+def why_in_ram(part: StoreSpec) -> str:
+    """Return why a component's file is not where its stored blocks come from."""
+    if part.can_rest_on_disk:
+        return "its profile quantizes it, and no file has that"
+    return why_unavailable(part)
 
 
 def asked_tier(part: StoreSpec) -> str | None:

@@ -50,6 +50,8 @@ class ComponentPlan:
     """Whether these stream from a mapping of their file, while RAM has room for its pages."""
     locks_buffers: bool = False
     """Whether the buffers through which its file is read are page-locked."""
+    store: str = ""
+    """The other device from whose memory blocks stream; empty where they stream from RAM or their file."""
     oversize_bytes: int = 0
     """What is pageable only because its pieces are too large for a slab of page-locked memory."""
     choices: tuple[str, ...] = ()
@@ -69,13 +71,18 @@ class ComponentPlan:
         return sum(share.total_bytes for share in self.shares)
 
     @property
+    def stored_bytes(self) -> int:
+        """The bytes that rest on the other device."""
+        return sum(share.stored_bytes for share in self.shares)
+
+    @property
     def streams(self) -> bool:
         return any(share.streamed for share in self.shares)
 
     @property
     def is_on_disk(self) -> bool:
         """Whether something of it is read from its file that RAM would be for."""
-        streams_from_ram = self.takes_ram_to_stream or self.maps_file
+        streams_from_ram = self.takes_ram_to_stream or self.maps_file or bool(self.store)
         return bool(self.in_file) and (not streams_from_ram or any(share.read_bytes for share in self.shares))
 
     @property
@@ -89,6 +96,8 @@ class ComponentPlan:
             kept = f"in RAM, {format_bytes(self.pinned_bytes)} of it pinned"
         if self.in_file and self.tier != "disk":
             kept += f", {format_bytes(self.file_bytes)} in its file"
+        if self.stored_bytes:
+            kept += f", {format_bytes(self.stored_bytes)} of it stored on {self.store}"
         lines = [f"{self.component}: {format_bytes(self.weight_bytes)} {self.precision.name}, kept {kept}"]
         lines += [f"  {share.text()}" for share in self.shares]
         lines += [f"  - {reason}" for reason in self.reasons]
@@ -105,6 +114,8 @@ class ComponentPlan:
             "host_bytes": self.host_bytes,
             "pinned_bytes": self.pinned_bytes,
             "file_bytes": self.file_bytes,
+            "store": self.store,
+            "stored_bytes": self.stored_bytes,
             "placement": str(self.placement),
             "shares": [share.to_json() for share in self.shares],
             "reasons": list(self.reasons),
@@ -151,7 +162,9 @@ class Plan:
             limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
             budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))
         pinned = tuple(plan.component for plan in self.components if plan.pinned_bytes)
-        on_demand = tuple(plan.component for plan in self.components if plan.tier == "disk" and not plan.maps_file)
+        on_demand = tuple(
+            plan.component for plan in self.components if plan.tier == "disk" and not (plan.maps_file or plan.store)
+        )
         return str(replace(self.profile, budgets=tuple(budgets), pinned=pinned, on_demand=on_demand))
 
     @property

@@ -16,6 +16,7 @@ from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import forms_in_file, numbers_of
 from .capacity import Machine
 from .device_plan import DevicePlan, plan_share
+from .device_store import beside_stored
 from .form_choice import (
     choose_forms,
     explain_stored,
@@ -95,18 +96,19 @@ def plan_components(
     for _ in range(MOST_ROUNDS):
         resting = lock_pages(share_ram(shared, machine, profile, spares_ram=profile.name == AUTO), machine, profile)
         left = machine_beside(resting, machine)
-        plans = []
+        plans: list[ComponentPlan] = []
         for part, drafted, (_, devices, reasons) in zip(resting, shared, drafts, strict=True):
             plan = plan_resting(part, devices, reasons)
             in_file, pinned = rest_to_stream(plan, left, profile)
             is_other = in_file != drafted.in_file
-            if any(
+            if plan.store or any(
                 share.streamed and (is_other or share.blocking != find_blocking(part.component, share.blocks, pinned))
                 for share in plan.shares
             ):
                 # Not all blocks rest where they were assumed to: what is shown is what its first pass would plan.
                 seconds = known_seconds[part.component.name]
-                plan = replan_shares(part.component, plan, machine, profile, seconds, ram=left)
+                beside = beside_stored(machine, plans)
+                plan = replan_shares(part.component, plan, beside, profile, seconds, ram=left)
             plans.append(plan)
         before, shared = shared, [replace(part, shares=plan.shares) for part, plan in zip(shared, plans, strict=True)]
         if all(map(stream_the_same, shared, before)):
@@ -208,9 +210,10 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
             part.item,
             component=part.component.name,
             devices=tuple(devices),
-            tier=part.tier if is_tier else None,
+            tier=part.store or (part.tier if is_tier else None),
             groups=count_groups([share.blocks for share in part.shares]) if has_groups else None,
         ),
+        store=part.store,
         pinned=part.pinned,
         host_bytes=part.host_bytes,
         pinned_bytes=part.pinned_bytes,
@@ -230,7 +233,7 @@ def draft(
     """Return what is decided before tiers and shares: forms and devices, with their reasons."""
     reasons: list[str] = [*component.shares, *([profile.origin] if profile.origin else [])]
     item = placement.item_for(component.name, component.kind)
-    devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
+    devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons, item.tier)
     precision, by_profile = chosen_precision(component, profile, request)
     refuse_other_compute(component, precision)
     forms = choose_forms(component, precision)
@@ -344,16 +347,17 @@ def is_language_model(component: Component) -> bool:
     return bool(LANGUAGE_MODELS.search(component.name)) or any(LANGUAGE_LAYERS.search(name) for name in names)
 
 
-def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...]:
+def choose_device(machine: Machine, reasons: list[str], store: str | None) -> tuple[SplitRatio, ...]:
     """Return where ``auto`` computes: the accelerator with most available memory, of equals the fastest link.
 
-    An integrated one, whose memory is the RAM, only where there is no other.
+    An integrated one, whose memory is the RAM, only where there is no other; nor one that is to store the component.
     """
     if not machine.accelerators:
         reasons.append("auto: no accelerator found; computes on the CPU")
         return (SplitRatio(device="cpu"),)
-    best = max(machine.chosen_from, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
-    if len(machine.chosen_from) > 1:
+    devices = [device for device in machine.chosen_from if device.name != store] or machine.chosen_from
+    best = max(devices, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
+    if len(devices) > 1:
         reasons.append(f"auto: {best.name} has the most memory available, {format_bytes(best.available_bytes)}")
     reasons += explain_integrated(machine)
     return (SplitRatio(device=best.name),)

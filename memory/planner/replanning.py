@@ -12,6 +12,7 @@ from ..units import LOCK_LIMIT_BYTES, format_bytes
 from ..weights.component import Component
 from .capacity import Machine
 from .device_plan import DevicePlan, confirm_share, plan_share, same_to_the_reason
+from .device_store import confirm_stored, plan_stored
 from .plan import ComponentPlan
 from .sizes import Sizes
 
@@ -62,6 +63,9 @@ def replan_shares(
     """
     sizes = Sizes(component, plan.forms)
     in_file, pinned = rest_to_stream(plan, ram or machine, profile)
+    if plan.store:
+        rests = {"in_file": in_file, "pinned": pinned}
+        return replace(plan, shares=plan_stored(sizes, plan, machine, profile, block_seconds=block_seconds, **rests))
     shares = tuple(
         plan_share(
             sizes, share.device, share.blocks, machine, profile,
@@ -151,11 +155,15 @@ def confirm_plan(
     sizes = Sizes(component, plan.forms)
     in_file, pinned = rest_to_stream(plan, machine, profile)
     shares = []
+    rests = {"in_file": in_file, "pinned": pinned}
     for index, share in enumerate(plan.shares):
-        confirmed = confirm_share(
-            sizes, share, machine, profile,
-            first=index == 0, in_file=in_file, pinned=pinned, block_seconds=block_seconds,
-            keeps_free=plan.tier != "device",
+        confirmed = (
+            confirm_stored(sizes, plan, machine, profile, block_seconds=block_seconds, **rests)
+            if plan.store
+            else confirm_share(
+                sizes, share, machine, profile,
+                first=index == 0, block_seconds=block_seconds, keeps_free=plan.tier != "device", **rests,
+            )
         )  # fmt: skip
         if confirmed is None:
             return None

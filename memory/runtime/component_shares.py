@@ -87,6 +87,7 @@ def build_shares(
             ledger,
             host_replaces=for_host,
             widens_whole=component.widens_whole,
+            store=devices[plan.store] if plan.store else None,
         )
         shares.append(share)
     return shares

@@ -219,7 +219,7 @@ class ManagedComponent:
         bounce: Counter[str] = Counter()
         for share in self.shares:
             share.settle()
-            bounce.update(share.bounce.host_bytes if share.bounce is not None else {})
+            bounce.update(share.buffer_bytes())
         for tier in ("pinned", "host"):
             self.ledger.settle(tier, self.owner, Kind.STAGING, bounce[tier])
 
@@ -524,6 +524,7 @@ class ManagedComponent:
         self.forwards.note_unloaded()
         views = self.places.resident_views()
         freed = sum(share.shrink(num_bytes, lasting_bytes) for share in self.shares if share.device.name == device)
+        freed += sum(share.shrink_stored(device, num_bytes) for share in self.shares)
         self.places.replace_evicted(views)
         return freed
 
@@ -533,7 +534,7 @@ class ManagedComponent:
         self.changes.bring_layers_home()
         self.forwards.note_unloaded()
         views = self.places.resident_views()
-        freed = sum(share.unload() for share in self.shares)
+        freed = sum(share.unload() + share.unload_stored() for share in self.shares)
         self.places.replace_evicted(views)
         return freed
 

@@ -373,6 +373,8 @@ class Packing:
         group.placed.disown_gone()
         if group.copy is not None:
             share.drop_group(group)
+        if share.stored is not None:
+            share.stored.drop([group])
         unpack(group)
         bundle.add(None)
         bundle.forget_views()
@@ -403,6 +405,8 @@ class Packing:
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=self.plan.locks_buffers)
+        if share.stored is not None:
+            share.stored.read_from(self.source, num_bytes, locks=self.plan.locks_buffers)
 
     def has_written_encoded(self, group: WeightGroup) -> bool:
         """Whether weights to encode are not what their file has any more: their group rests in RAM as a whole."""

@@ -34,5 +34,6 @@ __all__, __getattr__ = lazy_names(
         "micro_streams": ["MicroStreams"],
         "host_heap": ["describe_return", "give_back_heap", "has_trim"],
         "bounce_buffers": ["BounceBuffers", "WindowCopies", "allocate_slabs"],
+        "peer_copies": ["PeerCopies"],
     },
 )

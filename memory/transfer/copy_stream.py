@@ -34,10 +34,16 @@ class CopyStream:
         self.stream = torch.Stream(device=device.torch_device)
         self.home = self.compute_stream
         self.last_compute = self.home
-        self.beside: list[torch.Stream] = []
+        self.other_computes: list[torch.Stream] = []
         """The streams of micro-batches beside the last one."""
         self.speeds = CopySpeeds(device)
         self.waits = WaitTimes(device)
+        self.beside: CopyStream | None = None
+        """Copies the same weights at rest to another device."""
+
+    def wait_beside(self, other: CopyStream) -> None:
+        """Wait for another stream, too, where the host waits for this one: both copy from the same weights at rest."""
+        self.beside = other
 
     @property
     def compute_stream(self) -> torch.Stream:
@@ -61,17 +67,17 @@ class CopyStream:
         self.waits.begin_pass()
         compute = self.compute_stream
         if beside:
-            self.beside.append(self.last_compute)
+            self.other_computes.append(self.last_compute)
         else:
             self.follow(compute)
         self.last_compute = compute
 
     def follow(self, stream: torch.Stream) -> None:
         """Make a stream wait for the last passes."""
-        for used in (self.last_compute, *self.beside):
+        for used in (self.last_compute, *self.other_computes):
             if used != stream:
                 stream.wait_stream(used)
-        self.beside.clear()
+        self.other_computes.clear()
 
     def begin_step(self) -> None:
         """Order the caller's stream behind the last pass: micro-batches begin behind that stream."""
@@ -119,16 +125,18 @@ class CopyStream:
 
     def finish(self) -> None:
         """Wait on the host until every queued copy is done; weights at rest may be written to then. Not for a step."""
-        self.stream.synchronize()
+        self.wait()
         self.compute_stream.wait_stream(self.stream)
 
     def drain(self) -> None:
         """Make the home stream wait for every queued copy and compute, so that memory may be freed (rule 4)."""
         self.home.wait_stream(self.stream)
-        for used in (self.last_compute, *self.beside, self.compute_stream):
+        for used in (self.last_compute, *self.other_computes, self.compute_stream):
             if used != self.home:
                 self.home.wait_stream(used)
 
     def wait(self) -> None:
         """Wait on the host until every queued copy is done. Not for a step."""
+        if self.beside is not None:
+            self.beside.wait()
         self.stream.synchronize()

@@ -1,4 +1,6 @@
-"""The speed of copies to a device: measured once, and stored with the device's identity."""
+"""The speed of copies to a device, from page-locked memory or from another device: measured once, and stored with the
+identity of both.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ..user_folders import cache_folder
-from .devices import Device
+from .devices import Device, peers_of
 
 __all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in"]
 
@@ -56,17 +58,32 @@ def describe_link(device: Device) -> dict[str, str]:
     }
 
 
-def known_link(device: Device) -> float | None:
-    """Return the stored speed of a device's link in bytes per second; None if it was not measured."""
+def describe_way(device: Device, store: Device | None) -> dict[str, str]:
+    """Return the properties of the way from another device, or of the link where that is None."""
+    link = describe_link(device)
+    if store is None:
+        return link
+    way = "peer" if store.name in peers_of(device) else "host"
+    return {**link, "way": way, **{f"from {part}": told for part, told in describe_link(store).items()}}
+
+
+def known_link(device: Device, store: Device | None = None) -> float | None:
+    """Return the stored speed of a device's link in bytes per second; None if it was not measured.
+
+    Args:
+        store: the device that the copies come from; None: page-locked memory.
+    """
     directory = cache_directory()
     if directory is None:
         return None
-    link = describe_link(device)
+    link = describe_way(device, store)
     return read_speed(path_of(link, directory), link)
 
 
-def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory: Path | None = None) -> float:
-    """Return the speed of copies from pinned memory to a device, in bytes per second.
+def link_bytes_per_s(
+    device: Device, measure: Callable[[], float], *, store: Device | None = None, directory: Path | None = None
+) -> float:
+    """Return the speed of copies to a device from pinned memory, or from the device ``store``, in bytes per second.
 
     Calls ``measure`` unless a speed of this link is stored, and stores the result if the cache is writable. A damaged
     file, or a file of another link, is ignored.
@@ -75,7 +92,7 @@ def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory:
         ValueError: the measured speed is not positive and finite.
     """
     directory = directory or cache_directory()
-    link = describe_link(device)
+    link = describe_way(device, store)
     known = read_speed(path_of(link, directory), link) if directory is not None else None
     if known is not None:
         return known

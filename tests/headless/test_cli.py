@@ -315,7 +315,7 @@ def test_devices_lists_the_simulated_ones() -> None:
 
 def test_simulated_devices_are_not_asked_for_as_peers_of_cuda(sim, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a machine with both
-    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)] * 2):
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20, has_peer_access=False)] * 2):
         devices = [find_device(name) for name in ("cpu", "gpu:0", "gpu:1")]
         assert [peers_of(device) for device in devices] == [[], [], []]
         one_way = lambda device, other: (device.index, other.index) == (0, 1)  # noqa: E731

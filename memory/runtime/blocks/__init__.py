@@ -9,6 +9,7 @@ __all__, __getattr__ = lazy_names(
         "weight_store": ["FileStore", "HostStore", "SharedStore"],
         "slab_sharing": ["SlabSharing"],
         "resident_copy": ["ResidentCopy"],
+        "stored_copy": ["StoredCopy"],
         "staging": ["StagingArea", "StagingSlot"],
         "read_on_use": ["ReadOnUse"],
         "computing_views": ["FactorLayer"],

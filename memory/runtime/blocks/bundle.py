@@ -73,24 +73,18 @@ class Bundle:
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        own = self.own.at_rest.store
-        assert own is not None
-        return own.blocks_host or (self.added is not None and self.added.at_rest.blocks_host)
+        return self.own.blocks_host or (self.added is not None and self.added.blocks_host)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue copies of a part of the weights at rest, group after group, into a target on the device."""
         if self.added is None:
-            store = self.own.at_rest.store
-            assert store is not None
-            store.copy_to(target, begin, copies)
+            self.own.copy_to(target, begin, copies)
             return
         offset = 0
         for group in self.groups:
             first, last = max(begin, offset), min(begin + target.numel(), offset + group.slab_bytes)
             if first < last:
-                store = group.at_rest.store
-                assert store is not None
-                store.copy_to(target[first - begin : last - begin], first - offset, copies)
+                group.copy_to(target[first - begin : last - begin], first - offset, copies)
             offset += group.slab_bytes
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None, *, is_wide: bool = False) -> None:

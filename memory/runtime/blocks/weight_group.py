@@ -25,6 +25,7 @@ from .kept_tensors import KeptTensors
 from .placed_tensors import PlacedTensors
 from .resident_copy import ResidentCopy
 from .slab_sharing import SlabSharing
+from .stored_copy import StoredCopy
 from .weight_layout import WeightLayout
 from .weight_store import FileStore
 from .weights_at_rest import WeightsAtRest
@@ -76,6 +77,8 @@ class WeightGroup:
         """The weight store, and what the module holds for it between computes."""
         self.copy: ResidentCopy | None = None
         """The copy on the device, while the group is resident."""
+        self.stored: StoredCopy | None = None
+        """The copy on another device that it streams from; None: it streams from its weight store."""
         notes_data = beside is not None and beside.views.notes_data
         self.views: ComputingViews = ComputingViews(self.slots, self.encoded, self.layout, notes_data=notes_data)
         """What the module holds in the state `BlockState.COMPUTING`."""
@@ -215,6 +218,8 @@ class WeightGroup:
         slabs = [self.host_slab, *([self.copy.slab] if self.copy is not None else [])]
         with torch.inference_mode(False), torch.no_grad():
             self.layout.take_strides(index, form.strides, slabs)
+        if self.stored is not None:
+            self.stored.forget()
         return True
 
     # -- single weights
@@ -323,7 +328,25 @@ class WeightGroup:
         with torch.no_grad(), torch.inference_mode(False):
             return form.decode(form.encode(weight), weight.dtype)
 
-    # -- the copy on a device
+    # -- copied to a device
+
+    def stream_from(self, stored: StoredCopy | None) -> None:
+        """Copy to the device that computes from this copy on another one; None: from the weight store."""
+        self.stored = stored
+
+    @property
+    def blocks_host(self) -> bool:
+        """Whether a copy to a device holds the host until it is done."""
+        return self.at_rest.blocks_host if self.stored is None else self.stored.blocks_host
+
+    def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
+        """Queue the copy of a part of the weights as they rest, from byte ``begin``, to as many bytes on a device."""
+        if self.stored is not None:
+            self.stored.copy_to(target, begin)
+            return
+        store = self.at_rest.store
+        assert store is not None
+        store.copy_to(target, begin, copies)
 
     def load(self, copies: CopyStream, slab: torch.Tensor | None = None) -> None:
         """Become resident: allocate a slab on the device and queue its copy.
@@ -341,7 +364,7 @@ class WeightGroup:
         slab = copies.allocate(self.slab_bytes) if slab is None else slab
         try:
             if not is_early:
-                store.copy_to(slab, 0, copies)
+                self.copy_to(slab, 0, copies)
             views = self.at_rest.views(slab)
             self.copy = ResidentCopy(slab, self.slots, views, buffers_begin=self.layout.buffers_begin)
         finally:

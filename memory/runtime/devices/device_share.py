@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
@@ -22,6 +23,7 @@ from .early_copies import EarlyCopies, EarlyCopy
 from .ledger import Kind, Ledger
 from .loading_tags import LoadingTags
 from .prefetch import Streamer
+from .stored_copies import StoredCopies
 from .working_memory import WorkingMemory
 
 __all__ = ["DeviceShare", "wait_for_copies"]
@@ -40,6 +42,7 @@ class DeviceShare:
         host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's
             quantized layers do whenever they are moved; it writes weights through their group.
         widens_whole: whether encoded weights stay widened from their first use to the end of a pass.
+        store: the device from whose memory blocks stream; None: they stream from where they rest.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class DeviceShare:
         *,
         host_replaces: bool = False,
         widens_whole: bool = False,
+        store: Device | None = None,
     ) -> None:
         self.owner = owner
         self.widens_whole = widens_whole
@@ -68,6 +72,11 @@ class DeviceShare:
         self.early = EarlyCopies(owner, device, self.copies, ledger)
         """Copies that are there before they are asked for."""
         self.memory = WorkingMemory(owner, device, self.copies, ledger)
+        self.stored: StoredCopies | None = None
+        """What it has in the memory of another device."""
+        if store is not None:
+            assert self.copies is not None
+            self.stored = StoredCopies(owner, store, self.copies, ledger)
         self.times = PassTimes(device, self.blocks)
         self.computing: dict[int, StagingSlot | None] = {}
         self.entered: set[int] = set()
@@ -100,7 +109,8 @@ class DeviceShare:
     @property
     def bytes_moved(self) -> int:
         """Bytes of weights copied to the device so far."""
-        return self.loaded_bytes + self.early.bytes_moved + self.memory.bytes_streamed
+        stored_bytes = self.stored.bytes_filled if self.stored is not None else 0
+        return self.loaded_bytes + self.early.bytes_moved + self.memory.bytes_streamed + stored_bytes
 
     @property
     def waited_s(self) -> float:
@@ -118,7 +128,12 @@ class DeviceShare:
     # -- being brought to a plan
 
     def to_load(self, plan: DevicePlan) -> int:
-        """Return the bytes that `load` would queue copies of."""
+        """Return the bytes that `load` would queue copies of, to this device or to the one that stores."""
+        to_store = self.stored.missing(plan, self.blocks) if self.stored is not None else ()
+        return self.to_allocate(plan) + sum(group.slab_bytes for group in to_store)
+
+    def to_allocate(self, plan: DevicePlan) -> int:
+        """Return the bytes of resident blocks and fixed tensors that are not on this device yet."""
         if self.copies is None:
             return 0
         return sum(group.slab_bytes for group in self.resident_groups(plan) if group.copy is None)
@@ -143,14 +158,18 @@ class DeviceShare:
                 return 0
             self.early.drop_others(self.resident_groups(plan))
             self.defragment(plan)
-            if plan.read_bytes or self.to_load(plan):
+            if plan.read_bytes or self.to_allocate(plan):
                 self.memory.open_bounce()
             tags = LoadingTags(self.copies)
             loaded = self.load_bundle(self.fixed, tags)
             self.fit_staging(plan)
             loaded += sum(self.load_bundle(self.blocks[number], tags) for number in sorted(plan.resident))
-            if not plan.read_bytes:
+            if not plan.read_bytes or (self.stored is not None and self.stored.missing(plan, self.blocks)):
                 self.memory.close_bounce()
+            if self.stored is not None:  # what was stored and stays on the device now is loaded from there
+                loaded += self.stored.fit(plan, self.blocks, self.progress)
+                if plan.read_bytes:
+                    self.memory.open_bounce()
             if loaded:
                 tags.finish()
         except BaseException:  # no memory, a file that has changed, or the loading was cancelled
@@ -163,7 +182,7 @@ class DeviceShare:
     def defragment(self, plan: DevicePlan) -> None:
         """Have what a plan allocates lie apart from what forwards are known to allocate, where memory is short."""
         staging_bytes = 0 if self.memory.has_staging(plan) else plan.staging_bytes
-        to_allocate = self.to_load(plan) - self.early.num_bytes + staging_bytes
+        to_allocate = self.to_allocate(plan) - self.early.num_bytes + staging_bytes
         if to_allocate > 0:
             self.device.defragment(to_allocate + max(0, plan.keeps_bytes))
 
@@ -197,6 +216,8 @@ class DeviceShare:
         resident_bytes = sum(group.slab_bytes for group in self.groups if group.copy is not None)
         self.ledger.settle(name, self.owner, Kind.WEIGHTS, resident_bytes + self.early.num_bytes)
         self.memory.settle()
+        if self.stored is not None:
+            self.stored.settle()
 
     def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
         """Yield place, kind and bytes of all memory that is there now, as the tensors have it that hold it."""
@@ -205,6 +226,14 @@ class DeviceShare:
                 yield self.device.name, Kind.WEIGHTS, group.copy.slab.untyped_storage().nbytes()
         yield self.device.name, Kind.WEIGHTS, self.early.count_bytes()
         yield from self.memory.count_bytes()
+        if self.stored is not None:
+            yield from self.stored.count_bytes()
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Return the bytes of host memory through which weights pass on their way, by tier."""
+        own = Counter(self.bounce.host_bytes if self.bounce is not None else {})
+        own.update(self.stored.buffer_bytes() if self.stored is not None else {})
+        return own
 
     def weights_booked(self, group: WeightGroup) -> AbstractContextManager[None]:
         held = lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {}  # noqa: E731
@@ -291,6 +320,19 @@ class DeviceShare:
         self.drop_bundle(self.fixed)
         self.memory.close_bounce()
         return before - self.held_bytes()
+
+    def shrink_stored(self, device: str, num_bytes: int) -> int:
+        """Give back at least so many bytes of the device that stores, if they are there; returns those freed.
+
+        No pass runs: the blocks stream from their origin once the component was planned anew.
+        """
+        if self.stored is None or self.stored.device.name != device:
+            return 0
+        return self.stored.shrink(num_bytes)
+
+    def unload_stored(self) -> int:
+        """Leave the device that stores; returns the bytes freed."""
+        return self.stored.drop_all() if self.stored is not None else 0
 
     def drop_blocks(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
@@ -452,6 +494,8 @@ class DeviceShare:
     def forget_staged(self) -> None:
         """Copy what streams or came early anew: weights at rest were written to past their version."""
         self.early.drop_others()
+        if self.stored is not None:
+            self.stored.forget()
         if self.streamer is not None:
             self.streamer.area.forget()
 

@@ -20,6 +20,8 @@ class Kind(enum.Enum):
     """Fixed tensors and resident blocks on a device; weights at rest in host memory."""
     STAGING = "staging"
     """Staging slots of streamed blocks, and bounce buffers for files."""
+    STORED = "stored"
+    """Copies of weights on a device from which they stream to the one that computes."""
     SCRATCH = "scratch"
     """Memory into which encoded weights are decoded."""
 

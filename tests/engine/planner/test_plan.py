@@ -828,7 +828,7 @@ def test_a_link_does_not_tell_how_fast_a_file_is_read() -> None:
         assert not any("GB/s" in reason for reason in on_disk.reasons)
 
 
-@pytest.mark.parametrize("placement", ["cpu:pinned", "gpu:0:disk", "gpu:0:gpu:1"])
+@pytest.mark.parametrize("placement", ["cpu:pinned", "gpu:0:disk"])
 def test_a_tier_that_cannot_be_had_is_refused(placement: str) -> None:
     with pytest.raises(InvalidInput, match="is not available for transformer"):
         plan(component([MIB] * 8), placement=placement)
