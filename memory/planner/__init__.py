@@ -16,7 +16,7 @@ __all__, __getattr__ = lazy_names(
         "device_store": ["StoreRoom", "store_room"],
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],
         "planning": ["granularity_of", "plan_components", "weights_to_measure"],
-        "request": ["PlanRequest", "plan_request"],
+        "request": ["PlanRequest", "plan_request", "plan_together"],
         "run": ["BlockTimes", "Use", "usual_uses"],
         "run_plan": ["RunPlan", "UsePlan"],
     },

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from math import prod
 
-from ..options.placement import Placement, SplitRatio
+from ..options.placement import PlacementItem, SplitRatio
 from ..options.profile import OffloadProfile
 from ..units import format_bytes
 from ..weights.component import Component
@@ -25,7 +25,7 @@ from .run import Use
 from .run_plan import copy_rate, first_and_further, num_hops
 from .sizes import Sizes
 
-__all__ = ["Choice", "choose_devices"]
+__all__ = ["Part", "choose_devices"]
 
 # Another choice has to be so much faster to be preferred.
 SMALLEST_GAIN = 0.005
@@ -38,7 +38,16 @@ MOST_ROUNDS = 4
 BLOCKS_AHEAD = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A component as its loader asked for it."""
+
+    sizes: Sizes
+    item: PlacementItem
+    profile: OffloadProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """One way to compute a component: devices, the blocks of each, and what a forward takes at least."""
 
@@ -80,23 +89,25 @@ class Choice:
 
 
 def choose_devices(
-    parts: Sequence[Sizes], uses: Sequence[Use], machine: Machine, placement: Placement, profile: OffloadProfile
+    parts: Sequence[Part], uses: Sequence[Use], machine: Machine
 ) -> dict[str, tuple[tuple[SplitRatio, ...], str]]:
-    """Return the devices of the components that the placement leaves to ``auto``, each with the reason.
+    """Return the devices of the components that were left to ``auto``, each with the reason.
 
     Empty where there is nothing to choose: no accelerator, or one alone. Moves nothing and plans no schedules.
     """
     accelerators = by_room(machine)
-    left_open = {part.component.name for part in parts if not placement.item_for(*asked(part)).devices}
+    left_open = {part.sizes.component.name for part in parts if not part.item.devices}
     if len(accelerators) < 2 or not left_open:
         return {}
     options: dict[str, list[Choice]] = {}
     for part in parts:
-        name = part.component.name
-        given = placement.item_for(*asked(part)).devices
-        found = find_choices(part, accelerators, machine, profile) if name in left_open else []
+        name, given = part.sizes.component.name, part.item.devices
         if given:
-            found = [choice] if (choice := choose_for(part, given, machine, profile)) is not None else []
+            choice = choose_for(part.sizes, given, machine, part.profile)
+            found = [] if choice is None else [choice]
+        else:
+            others = [device for device in accelerators if device.name != part.item.tier] or accelerators
+            found = find_choices(part.sizes, others, machine, part.profile)
         if found:
             options[name] = found
         else:  # the plan refuses it, and says why
@@ -104,10 +115,6 @@ def choose_devices(
     run = [use for use in uses if use.component in options]
     chosen = best_choices(options, run, machine, [name for name in order_of(run) if name in left_open])
     return {name: (chosen[name].devices, explain(chosen, name, options, machine)) for name in left_open}
-
-
-def asked(part: Sizes) -> tuple[str, str]:
-    return part.component.name, part.component.kind
 
 
 def by_room(machine: Machine) -> list[DeviceCapacity]:

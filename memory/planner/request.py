@@ -10,13 +10,13 @@ from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import KeptFree, Machine
-from .device_choice import choose_devices
+from .device_choice import Part, choose_devices
 from .plan import Plan
 from .planning import draft, explain_integrated, plan_components
 from .run import Use, largest_activations, usual_uses
 from .run_plan import RunPlan, copy_rate, first_and_further, num_hops, run_seconds
 
-__all__ = ["PlanRequest", "plan_request"]
+__all__ = ["PlanRequest", "plan_request", "plan_together"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,38 +44,64 @@ def plan_request(request: PlanRequest) -> Plan:
     Raises:
         InvalidInput, DoesNotFit: as `plan_components`.
     """
-    machine = keep_for_uses(request)
-    uses = request.uses or usual_uses(request.components)
-    placement, reasons = request.placement, {}
+    plans, run = plan_together([request], request.uses)
+    return replace(plans[0], run=run)
+
+
+def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple[list[Plan], RunPlan | None]:
+    """Plan what several loaders bring for one run, each as it was asked for: a plan each, and the run of all.
+
+    All are for one machine, the first one's, whose RAM they share in their order; no two components have one name.
+    Raises as `plan_request`.
+    """
+    machine = keep_for_uses(requests[0].machine, uses)
+    placements = [request.placement for request in requests]
+    reasons: dict[str, str] = {}
     if len(machine.accelerators) > 1:
         parts = [
-            draft(component, machine, placement, request.profile, request.precision)[0].sizes
+            Part(sizes=drafted.sizes, item=drafted.item, profile=request.profile)
+            for request in requests
             for component in request.components
+            for drafted, _, _ in [draft(component, machine, request.placement, request.profile, request.precision)]
         ]
-        for name, (devices, reason) in choose_devices(parts, uses, machine, placement, request.profile).items():
-            placement = place(placement, name, kind_of(request.components, name), devices)
+        run = uses or usual_uses(part.sizes.component for part in parts)
+        for name, (devices, reason) in choose_devices(parts, run, machine).items():
             reasons[name] = reason
-    plan = plan_components(
-        request.components,
-        machine,
-        placement=placement,
-        profile=request.profile,
-        precision=request.precision,
-        block_seconds=request.block_seconds,
-        times={use.component: use.times for use in request.uses if use.times},
-    )
-    components = tuple(
-        replace(part, choices=(reasons[part.component], *explain_integrated(machine), *part.choices))
-        if part.component in reasons
-        else part
-        for part in plan.components
-    )
-    plan = replace(plan, components=components)
-    return replace(plan, run=run_of(plan, request.uses, machine)) if request.uses else plan
+            for number, request in enumerate(requests):
+                for component in request.components:
+                    if component.name == name:
+                        placements[number] = place(placements[number], name, component.kind, devices)
+    plans: list[Plan] = []
+    for request, placement in zip(requests, placements, strict=True):
+        plan = plan_components(
+            request.components,
+            machine_beside_plans(machine, plans),
+            placement=placement,
+            profile=request.profile,
+            precision=request.precision,
+            block_seconds=request.block_seconds,
+            times={use.component: use.times for use in uses if use.times},
+        )
+        components = tuple(
+            replace(part, choices=(reasons[part.component], *explain_integrated(machine), *part.choices))
+            if part.component in reasons
+            else part
+            for part in plan.components
+        )
+        plans.append(replace(plan, components=components))
+    return plans, run_of(plans, uses, machine) if uses else None
 
 
-def kind_of(components: Sequence[Component], name: str) -> str:
-    return next(component.kind for component in components if component.name == name)
+def machine_beside_plans(machine: Machine, plans: Sequence[Plan]) -> Machine:
+    """Return the machine with the RAM, page-locked or not, that these plans leave of it."""
+    parts = [part for plan in plans for part in plan.components]
+    taken = sum(part.host_bytes for part in parts)
+    devices = [
+        replace(device, available_bytes=max(0, device.available_bytes - taken)) if device.name == "cpu" else device
+        for device in machine.devices
+    ]
+    locked = sum(part.pinned_bytes for part in parts)
+    return replace(machine, devices=tuple(devices), pinned_bytes=max(0, machine.pinned_bytes - locked))
 
 
 def place(placement: Placement, name: str, kind: str, devices: Sequence[SplitRatio]) -> Placement:
@@ -84,25 +110,25 @@ def place(placement: Placement, name: str, kind: str, devices: Sequence[SplitRat
     return Placement(items=(*(other for other in placement.items if other.component != name), item))
 
 
-def keep_for_uses(request: PlanRequest) -> Machine:
-    """Return the machine that keeps free what the uses of the request say, where their needs were not learned."""
-    learned = request.machine.needs
+def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:
+    """Return the machine that keeps free what the uses say, where the needs of a component were not learned."""
+    learned = machine.needs
 
     def needs(component: Component, device: str) -> KeptFree | None:
         kept = learned(component, device) if learned is not None else None
         if kept is not None and kept.is_known:
             return kept
-        num_bytes = largest_activations(request.uses, component.name)
+        num_bytes = largest_activations(uses, component.name)
         if num_bytes is None:
             return kept
         return KeptFree(num_bytes=num_bytes, why="predicted for this workflow")
 
-    return replace(request.machine, needs=needs) if request.uses else request.machine
+    return replace(machine, needs=needs) if uses else machine
 
 
-def run_of(plan: Plan, uses: Sequence[Use], machine: Machine) -> RunPlan:
-    """Return what a run does with a plan ([Note: repeated run] in `run_plan.py`)."""
-    shares = {part.component: part.shares for part in plan.components}
+def run_of(plans: Sequence[Plan], uses: Sequence[Use], machine: Machine) -> RunPlan:
+    """Return what a run does with plans ([Note: repeated run] in `run_plan.py`)."""
+    shares = {part.component: part.shares for plan in plans for part in plan.components}
     passes: dict[int, float | None] = {}
     for number, use in enumerate(uses):
         of = shares[use.component]
