@@ -26,6 +26,7 @@ ROOMS = [
         "memory/options",
         "memory/weights",
         "memory/planner",
+        "memory/tracing",
         "memory/transfer",
         "memory/runtime",
         "memory/runtime/tensors",

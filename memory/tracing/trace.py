@@ -1,0 +1,98 @@
+"""What a trace of a forward says, in ints, and the error of a forward that cannot be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..errors import one_line
+
+__all__ = ["BlockTrace", "Kernel", "Segment", "Trace", "Untraceable"]
+
+
+class Untraceable(RuntimeError):
+    """A forward that cannot be traced, as what it does depends on the values of tensors, or it fails."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class Kernel(NamedTuple):
+    """One thing that a device does."""
+
+    flops: int
+    """Of matrix products, convolutions and attention; a multiply-add counts as two."""
+    traffic_bytes: int
+    """What it reads and writes of the device's memory, each argument once."""
+    link_bytes: int = 0
+    """What a copy brings from the host's memory, or to it, while the host waits; 0 for what computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """What runs in one block from its entry to its exit, or between two blocks."""
+
+    block: str
+    """The path of the block's module; empty between blocks."""
+    kernels: tuple[Kernel, ...]
+    """In their order. Equal segments of one trace share the same tuple."""
+    entry_bytes: int
+    """What the forward holds beyond its inputs as the segment begins."""
+    peak_bytes: int
+    """The most that it holds meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTrace:
+    """All that runs in one block, in however many calls."""
+
+    name: str
+    peak_bytes: int
+    flops: int
+    traffic_bytes: int
+    num_kernels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One forward: bytes beside the weights and beyond the inputs, and what the device does, in order.
+
+    Bytes are what tensors ask for: no rounding by an allocator, no workspaces of kernels.
+    """
+
+    segments: tuple[Segment, ...]
+    peak_bytes: int
+    output_bytes: int
+    """What of the output the forward allocated."""
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.flops for segment in self.segments for kernel in segment.kernels)
+
+    @property
+    def traffic_bytes(self) -> int:
+        return sum(kernel.traffic_bytes for segment in self.segments for kernel in segment.kernels)
+
+    @property
+    def num_kernels(self) -> int:
+        """Kernels without copies between host and device."""
+        return sum(not kernel.link_bytes for segment in self.segments for kernel in segment.kernels)
+
+    @cached_property
+    def blocks(self) -> Mapping[str, BlockTrace]:
+        """By name, in the order of their first calls; what runs between blocks stands under the empty name."""
+        by_name: dict[str, list[Segment]] = {}
+        for segment in self.segments:
+            by_name.setdefault(segment.block, []).append(segment)
+        return {
+            name: BlockTrace(
+                name=name,
+                peak_bytes=max(segment.peak_bytes for segment in segments),
+                flops=sum(kernel.flops for segment in segments for kernel in segment.kernels),
+                traffic_bytes=sum(kernel.traffic_bytes for segment in segments for kernel in segment.kernels),
+                num_kernels=sum(not kernel.link_bytes for segment in segments for kernel in segment.kernels),
+            )
+            for name, segments in by_name.items()
+        }
