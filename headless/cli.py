@@ -135,7 +135,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
     hardware, marks = described(options), asked_marks(options)
     files = [path for path in options.paths if path.suffix != ".json"]
-    plans = {}
+    plans: dict[str, Any] = {}
     if files:
         plans["files"] = plan_files(
             files,
@@ -146,7 +146,7 @@ def run_plan(options: argparse.Namespace) -> int:
         )
     for path in options.paths:
         if path.suffix == ".json":
-            plans |= plan_workflow(path, hardware, models_directory(options), marks)
+            plans[str(path)] = plan_workflow(path, hardware, models_directory(options), marks)
     if options.json:
         print_json({name: plan.to_json() for name, plan in plans.items()})
         return 0

@@ -19,7 +19,15 @@ from ..memory.weights.module_component import component_from_module
 from ..memory.weights.safetensors_header import read_header
 from ..memory.weights.source import WeightsSource
 
-__all__ = ["describe_checkpoint", "plan_files", "plan_pipeline"]
+__all__ = [
+    "describe_checkpoint",
+    "describe_files",
+    "describe_part",
+    "describe_pipeline",
+    "plan_files",
+    "plan_pipeline",
+    "read_precisions",
+]
 
 # What a checkpoint's loader makes of it: each part's kind, and what its weights' names begin with.
 CHECKPOINT_PARTS = {
@@ -62,13 +70,35 @@ def plan_pipeline(
     folder: Path, machine: Machine, *, profile: str, placement: str, precision: str | PrecisionRequest
 ) -> Plan:
     """Plan the components of a pipeline folder, as `plan_files` does for files."""
+    parts = describe_pipeline(folder)
+    return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
+
+
+def describe_pipeline(folder: Path) -> list[Component]:
+    """Return the components of a pipeline folder. Raises `InvalidInput` as `check_pipeline`."""
     from .pipelines.pipeline_folders import check_pipeline, weights_files
 
-    parts = [
+    return [
         describe(weights_files(folder / name) or sorted((folder / name).glob("*.safetensors")), name)
         for name in check_pipeline(folder)
     ]
-    return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
+
+
+def describe_files(paths: Sequence[Path]) -> Component:
+    """Return the files of one model as a component. Raises `InvalidInput` for a bad header, or one of no weights."""
+    found = describe(paths, "+".join(path.stem for path in paths))
+    if not found.weight_bytes:
+        raise InvalidInput(f"{paths[0]}: holds no weights, so there is nothing to plan")
+    return found
+
+
+def describe_part(path: Path, part: str) -> Component | None:
+    """Return a part of a checkpoint, ``model``, ``clip`` or ``vae``; None where it has no such part."""
+    if part not in CHECKPOINT_PARTS:
+        return None
+    kind, begins = CHECKPOINT_PARTS[part]
+    found = component_from_files([path], name=f"{path.stem}/{part}", kind=kind, begins=begins)
+    return found if found.weight_bytes else None
 
 
 def plan_parts(

@@ -1,4 +1,4 @@
-"""The plans of a workflow's pipelines, for this machine or for a described one."""
+"""The plan of a whole workflow, for this machine or for a described one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from ...memory.errors import InvalidInput, allowed_values
 from ...memory.manager.watermark import in_bytes
 from ...memory.options.marks import ALL, HOST
 from ...memory.options.placement import canonical_device
-from ...memory.options.precision import fill_precisions, parse_precision
-from ...memory.planner.plan import Machine, Plan
-from ...memory.weights.known_forms import FORMS
-from ...nodes.plans import plan_pipeline
+from ...memory.planner.plan import Machine
 
 if TYPE_CHECKING:
     from ...memory.options.marks import Marks
-    from ...memory.options.precision import Precisions
-    from ..runner.node_inputs import Link
-    from ..runner.workflow import Workflow, WorkflowNode
+    from ...nodes.workflow_plans import WorkflowPlan
     from .hardware import Hardware
 
 __all__ = ["machine_for", "plan_workflow"]
+
+# The host's folder of diffusers pipelines.
+PIPELINES = "diffusers"
 
 
 def machine_for(hardware: Hardware | None, marks: Mapping[str, Marks]) -> Machine:
@@ -40,77 +38,45 @@ def machine_for(hardware: Hardware | None, marks: Mapping[str, Marks]) -> Machin
     return keep_free(hardware.machine() if hardware else default_manager().machine(), marks)
 
 
-def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Mapping[str, Marks]) -> dict[str, Plan]:
-    """Plan every pipeline that a workflow loads, with the loader's own settings; keyed by file and node.
+def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Mapping[str, Marks]) -> WorkflowPlan:
+    """Plan all that a workflow loads and computes, with its loaders' own settings; either format.
 
     Args:
+        models: the folder of models, in which the workflow's files are looked for.
         marks: as in `machine_for`; a Watermark node of the workflow counts instead for its device.
     """
-    from ...nodes.pipelines.pipeline_folders import find_pipeline
     from ..comfy_stub import folder_paths
     from ..comfy_stub.comfy_api import install
-    from ..runner.workflow import load_workflow
 
     install()
     from ...nodes.watermark import DeviceWatermark
+    from ...nodes.workflow_plans import plan_workflow as plan_described
+    from ...nodes.workflow_reading import read_workflow
+    from ..runner.workflow_file import read_graph
 
     folder_paths.configure(models=models, output=Path("out"))
-    workflow = load_workflow(path, ask_nodes=False)
+    described = read_workflow(read_graph(path), source=str(path))
     machine = machine_for(hardware, marks)
-    for node in workflow.nodes.values():
-        if node.schema.node_id == "HighwaterWatermark":
-            asked = DeviceWatermark.parse(*(value_of(path, node, name) for name in ("device", "low", "high")))
-            machine = keep_free(machine, {asked.device: asked.marks})
-    plans = {}
-    for node in workflow.nodes.values():
-        if node.schema.node_id != "HighwaterLoadPipeline":
-            continue
-        folder = find_pipeline(value_of(path, node, "pipeline"))
-        plans[f"{path.name}: {node.label}"] = plan_pipeline(
-            folder,
-            machine,
-            profile=value_of(path, node, "profile"),
-            placement=value_of(path, node, "placement"),
-            precision=precision_of(path, node, workflow),
-        )
-    if not plans:
-        raise InvalidInput(f"{path}: loads no pipeline; a plan needs a HighwaterLoadPipeline node")
-    return plans
+    for setting in described.watermarks:
+        asked = DeviceWatermark.parse(setting.device, setting.low, setting.high)
+        machine = keep_free(machine, {asked.device: asked.marks})
+    try:
+        return plan_described(described, machine, find_file, home=home_of(machine))
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error}") from None
 
 
-def precision_of(path: Path, node: WorkflowNode, workflow: Workflow) -> str | Precisions:
-    """Return the precision of a loader: its own words, or those of the Precision nodes that are linked to it."""
-    link = node.inputs.get("precision_options")
-    own = value_of(path, node, "precision")
-    if link is None:
-        return own
-    return fill_precisions(linked_precisions(path, link, workflow), parse_precision(own, forms=FORMS))
+def home_of(machine: Machine) -> str:
+    """Return the device that ComfyUI uses where a loader says ``default``: its first accelerator."""
+    return machine.accelerators[0].name if machine.accelerators else "cpu"
 
 
-def linked_precisions(path: Path, link: Link, workflow: Workflow) -> Precisions:
-    from ...nodes.precision import combine, read_options
+def find_file(folder: str, name: str) -> Path:
+    """Return the path of a model file, or of a pipeline's folder. Raises `InvalidInput` where it is not there."""
+    from ...nodes.comfy_models.model_files import find_model_file
+    from ...nodes.pipelines.pipeline_folders import find_pipeline
 
-    node = workflow.nodes[link.node_id]
-    if node.schema.node_id != "HighwaterPrecision":
-        raise InvalidInput(
-            f"{path}: {node.label} gives precision_options; a plan reads those of a Precision node alone"
-        )
-    widgets = {name: value for name, value in node.inputs.items() if name != "others"}
-    for name, value in widgets.items():
-        if not isinstance(value, str | int | float):
-            value_of(path, node, name)  # refuses a linked one
-    others = node.inputs.get("others")
-    return combine(read_options(**widgets), others and linked_precisions(path, others, workflow))
-
-
-def value_of(path: Path, node: WorkflowNode, name: str) -> str:
-    """Return a widget's value. Raises `InvalidInput` for a linked one: a plan cannot know what another node gives."""
-    value = node.inputs[name]
-    if not isinstance(value, str):
-        raise InvalidInput(
-            f"{path}: {node.label}: input {name!r} is linked to another node; a plan needs a fixed value"
-        )
-    return value
+    return find_pipeline(name) if folder == PIPELINES else Path(find_model_file(folder, name))
 
 
 def keep_free(machine: Machine, asked: Mapping[str, Marks]) -> Machine:

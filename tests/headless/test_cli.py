@@ -145,7 +145,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def plan_demo(name: str, devices: str, capsys) -> dict:
     workflow = Path(__file__).parents[2] / "headless" / "workflows" / f"{name}.json"
     assert main(["plan", str(workflow), "--devices", devices, "--json"]) == 0
-    (plan,) = json.loads(capsys.readouterr().out).values()
+    (found,) = json.loads(capsys.readouterr().out).values()
+    (plan,) = found["plans"].values()
     return {component["component"]: component for component in plan["components"]}
 
 
@@ -206,7 +207,8 @@ def test_the_marks_of_a_workflow_count_before_those_of_the_command_line(tmp_path
         path = tmp_path / "marks.json"
         path.write_text(json.dumps(workflow), encoding="utf-8")
         assert main(["plan", str(path), "--devices", "gpu:0=40MiB", "--watermark", "75%:80%", "--json"]) == 0
-        (plan,) = json.loads(capsys.readouterr().out).values()
+        (found,) = json.loads(capsys.readouterr().out).values()
+        (plan,) = found["plans"].values()
         (share,) = next(part for part in plan["components"] if part["component"] == "transformer")["shares"]
         assert limit * 0.5 < share["device_bytes"] <= limit
 

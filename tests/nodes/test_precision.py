@@ -150,8 +150,8 @@ def test_a_pipeline_rests_as_its_nodes_say_and_the_plan_says_so_before(
     assert found["vae"] == "as stored"
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(graph()))
-    (plan,) = plan_workflow(path, None, models_directory, {}).values()
+    (plan,) = plan_workflow(path, None, models_directory, {}).plans.values()
     assert {part.component: part.precision.name for part in plan.components} == found
     path.write_text(json.dumps(graph(storage=["load", 0])))
-    with pytest.raises(InvalidInput, match=r"input .storage. takes COMBO, but output 0 of node load"):
+    with pytest.raises(InvalidInput, match=r"the links form a cycle: node precision"):
         plan_workflow(path, None, models_directory, {})

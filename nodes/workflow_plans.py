@@ -1,0 +1,233 @@
+"""Plans of whole workflows, from their graphs and the headers of the files that they name: nothing is loaded or moved.
+
+Which models a graph loads and in which order they compute is read in `workflow_reading`. Here these models become
+components, their loaders' widgets what was asked for, and their calls the uses of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..memory.errors import InvalidInput
+from ..memory.options.placement import AUTO, AUTO_PLACEMENT, Placement, parse_placement
+from ..memory.options.precision import BY_PROFILE
+from ..memory.options.profile import parse_profile
+from ..memory.planner.plan import Plan
+from ..memory.planner.request import PlanRequest, plan_together
+from ..memory.planner.run import Use
+from .device_choices import DEFAULT
+from .plans import describe_files, describe_part, describe_pipeline, read_precisions
+from .workflow_reading.description import PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
+
+if TYPE_CHECKING:
+    from ..memory.options.precision import PrecisionRequest
+    from ..memory.planner.capacity import Machine
+    from ..memory.planner.run_plan import RunPlan
+    from ..memory.weights.component import Component
+
+__all__ = ["Prediction", "Predictor", "WorkflowPlan", "plan_workflow"]
+
+# What each call computes with, of a pipeline's parts.
+KIND_OF_CALL = {
+    Call.ENCODE_TEXT: "text",
+    Call.ENCODE_VISION: "vision",
+    Call.SAMPLE: "diffusion",
+    Call.DECODE: "vae",
+    Call.ENCODE: "vae",
+}
+GGUF = ".gguf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What is predicted of one call of a component."""
+
+    num_passes: int = 1
+    activation_bytes: int | None = None
+    carried_bytes: int = 0
+    times: Mapping[str, Any] = field(default_factory=dict)
+    """`BlockTimes` by device, as far as the devices' rates are known."""
+
+
+Predictor = Callable[["Component", LoadedModel, WorkflowUse], "Prediction | None"]
+"""Returns what is predicted of a call of a component; None where nothing is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkflowPlan:
+    """The plan of each loader of a workflow, by its node, what the run does with them, and what is not in it."""
+
+    plans: Mapping[str, Plan]
+    run: RunPlan | None
+    notes: tuple[str, ...] = ()
+    """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """By loader, the text that gives the same placement again."""
+        return {name: plan.placement for name, plan in self.plans.items()}
+
+    def text(self) -> str:
+        """Return it as lines for people."""
+        lines = [f"{name}\n{plan.text()}" for name, plan in self.plans.items()]
+        lines += [self.run.text()] if self.run is not None else []
+        return "\n".join([*lines, *(f"not planned: {note}" for note in self.notes)])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plans": {name: plan.to_json() for name, plan in self.plans.items()},
+            "run": self.run.to_json() if self.run is not None else None,
+            "notes": list(self.notes),
+        }
+
+
+def plan_workflow(
+    described: WorkflowDescription,
+    machine: Machine,
+    find_file: Callable[[str, str], Path],
+    predict: Predictor = lambda component, model, use: None,
+    *,
+    home: str | None = None,
+) -> WorkflowPlan:
+    """Plan what a workflow loads, each loader as its widgets ask, together for one run.
+
+    A loader whose file is not there, or is not named by a widget, is not planned, and the plan says so.
+
+    Args:
+        find_file: the path of a file of the host by folder and name; raises `InvalidInput`.
+        predict: what calls are predicted to take.
+        home: the device that a host's loaders use by default; None: the plan chooses.
+
+    Raises:
+        InvalidInput, DoesNotFit: as `plan_together`; also if nothing of the workflow can be planned.
+    """
+    notes = [f"{node.label}: not known" for node in described.unknown]
+    requests: list[PlanRequest] = []
+    labels: list[str] = []
+    loaded: dict[int, tuple[Component, ...]] = {}
+    taken: set[str] = set()
+    for number, model in enumerate(described.models):
+        try:
+            parts = describe_model(model, find_file)
+        except InvalidInput as error:
+            notes.append(f"{model.node.label}: {error}")
+            continue
+        parts = with_own_names(parts, taken, model.node.id)
+        notes += [f"{model.node.label}: {line}" for line in model.unknown]
+        notes += [f"{model.node.label}: {lora.file or 'a LoRA'} is not in the plan" for lora in model.loras]
+        try:
+            requests.append(request_of(model, parts, machine, home))
+        except InvalidInput as error:
+            raise InvalidInput(f"{model.node.label}: {error}") from None
+        labels.append(model.node.label + (f", {model.part}" if model.part else ""))
+        loaded[number] = parts
+    if not requests:
+        why = "; ".join(notes) or "it has no loader"
+        raise InvalidInput(f"nothing of the workflow can be planned: {why}")
+    uses: list[Use] = []
+    for use in described.uses:
+        notes += [f"{use.node.label}: {line}" for line in use.unknown]
+        for place in (use.model, *use.beside):
+            if place is not None and place in loaded:
+                uses += uses_of(use, described.models[place], loaded[place], predict)
+    plans, run = plan_together(requests, uses)
+    return WorkflowPlan(plans=dict(zip(labels, plans, strict=True)), run=run, notes=tuple(dict.fromkeys(notes)))
+
+
+def describe_model(model: LoadedModel, find_file: Callable[[str, str], Path]) -> tuple[Component, ...]:
+    """Return the components of a loaded model. Raises `InvalidInput` where its files are not there or not named."""
+    if not model.files:
+        raise InvalidInput("another node names its file")
+    if model.kind == PIPELINE:
+        return tuple(describe_pipeline(find_file(model.folder, model.files[0])))
+    paths = [find_file(model.folder, name) for name in model.files]
+    if any(path.suffix.lower() == GGUF for path in paths):
+        from ..memory.weights.gguf_header import component_from_gguf
+
+        if len(paths) > 1:
+            raise InvalidInput(f"{' and '.join(path.name for path in paths)}: one GGUF file at a time is planned")
+        return (component_from_gguf(paths[0], name=paths[0].stem, kind=model.kind),)
+    if model.part:
+        part = describe_part(paths[0], model.part)
+        if part is None:
+            raise InvalidInput(f"{paths[0].name} has no {model.part}")
+        return (part,)
+    return (replace(describe_files(paths), kind=model.kind),)
+
+
+def with_own_names(parts: Sequence[Component], taken: set[str], node_id: str) -> tuple[Component, ...]:
+    """Return components under names that no other one of the workflow has; adds them to those that are taken."""
+    found = []
+    for part in parts:
+        name = part.name if part.name not in taken else f"{part.name} ({node_id})"
+        taken.add(name)
+        found.append(replace(part, name=name))
+    return tuple(found)
+
+
+def request_of(model: LoadedModel, parts: tuple[Component, ...], machine: Machine, home: str | None) -> PlanRequest:
+    """Return what a loader asks for. Raises `InvalidInput` for a text that this machine cannot follow."""
+    names, asked = [part.name for part in parts], model.asked
+    devices = [device.name for device in machine.devices]
+    precision: PrecisionRequest = None
+    if asked.precision is not None:
+        precision = read_precisions(asked.precision, names)
+    elif not model.is_ours:
+        precision = read_precisions(BY_PROFILE, names)
+    return PlanRequest(
+        components=tuple(replace(part, stays_as_stored=not model.is_ours) for part in parts),
+        machine=machine,
+        profile=parse_profile(asked.profile or AUTO, devices=devices, components=names),
+        placement=placement_of(model, devices, names, home),
+        precision=precision,
+    )
+
+
+def placement_of(model: LoadedModel, devices: Collection[str], names: Sequence[str], home: str | None) -> Placement:
+    text = model.asked.placement or model.asked.device or DEFAULT
+    if text in (DEFAULT, AUTO):
+        chosen = home if model.kind != PIPELINE and home in devices else None
+        return AUTO_PLACEMENT if chosen is None else parse_placement(chosen, devices=devices, components=names)
+    return parse_placement(text, devices=devices, components=names)
+
+
+def uses_of(use: WorkflowUse, model: LoadedModel, parts: Sequence[Component], predict: Predictor) -> list[Use]:
+    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind."""
+    kind = KIND_OF_CALL.get(use.call)
+    found = []
+    for part in parts:
+        if model.kind == PIPELINE and part.kind != kind:
+            continue
+        predicted = predict(part, model, use) or Prediction(num_passes=usual_passes(use))
+        found.append(
+            Use(
+                component=part.name,
+                num_passes=predicted.num_passes,
+                activation_bytes=predicted.activation_bytes,
+                carried_bytes=predicted.carried_bytes,
+                times=predicted.times,
+                what=told(use),
+            )
+        )
+    return found
+
+
+def usual_passes(use: WorkflowUse) -> int:
+    """Return how many forwards a call takes: one for each step, of all conditions at once."""
+    return max(1, use.steps or 1) if use.call is Call.SAMPLE else 1
+
+
+def told(use: WorkflowUse) -> str:
+    """Return what a call computes, in a few words."""
+    size = use.size
+    words = [use.call.value]
+    if use.call is Call.SAMPLE and use.steps is not None:
+        words = [f"{use.steps} step{'s' if use.steps != 1 else ''}"]
+    if size is not None:
+        words.append(f"at {size.width}x{size.height}")
+        words += [f"{size.frames} frames"] if size.frames > 1 else []
+        words += [f"batch {size.batch}"] if size.batch > 1 else []
+    return ", ".join([" ".join(words[:2]), *words[2:]])
