@@ -129,28 +129,27 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from ..nodes.command_answers import plans_text
+    from ..nodes.plan_table import plan_text
     from ..nodes.plans import plan_files
     from .commands.planning import machine_for, plan_workflow
 
     hardware, marks = described(options), asked_marks(options)
     files = [path for path in options.paths if path.suffix != ".json"]
-    plans: dict[str, Any] = {}
+    found: dict[str, tuple[dict[str, Any], str]] = {}
     if files:
-        plans["files"] = plan_files(
-            files,
-            machine_for(hardware, marks),
-            profile=options.profile,
-            placement=options.placement,
-            precision=options.precision,
+        machine = machine_for(hardware, marks)
+        plan = plan_files(
+            files, machine, profile=options.profile, placement=options.placement, precision=options.precision
         )
+        found["files"] = plan.to_json(), plan_text({"files": plan}, None, machine)
     for path in options.paths:
         if path.suffix == ".json":
-            plans[str(path)] = plan_workflow(path, hardware, models_directory(options), marks)
+            planned = plan_workflow(path, hardware, models_directory(options), marks)
+            found[str(path)] = planned.to_json(), planned.text()
     if options.json:
-        print_json({name: plan.to_json() for name, plan in plans.items()})
-        return 0
-    print(plans_text(plans))
+        print_json({name: told for name, (told, _) in found.items()})
+    else:
+        print("\n\n".join(text if len(found) == 1 else f"{name}\n\n{text}" for name, (_, text) in found.items()))
     return 0
 
 

@@ -19,6 +19,7 @@ from ..memory.planner.plan import Plan
 from ..memory.planner.request import PlanRequest, plan_together
 from ..memory.planner.run import Use
 from .device_choices import DEFAULT
+from .plan_table import plan_text
 from .plans import describe_files, describe_part, describe_pipeline, read_precisions
 from .workflow_reading.description import PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
 
@@ -62,6 +63,7 @@ class WorkflowPlan:
 
     plans: Mapping[str, Plan]
     run: RunPlan | None
+    machine: Machine
     notes: tuple[str, ...] = ()
     """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
 
@@ -71,10 +73,11 @@ class WorkflowPlan:
         return {name: plan.placement for name, plan in self.plans.items()}
 
     def text(self) -> str:
-        """Return it as lines for people."""
-        lines = [f"{name}\n{plan.text()}" for name, plan in self.plans.items()]
-        lines += [self.run.text()] if self.run is not None else []
-        return "\n".join([*lines, *(f"not planned: {note}" for note in self.notes)])
+        """Return it as tables and lines for people."""
+        blocks = [plan_text(self.plans, self.run, self.machine)]
+        if self.notes:
+            blocks.append("\n".join(["not in the plan", *(f"  {note}" for note in self.notes)]))
+        return "\n\n".join(blocks)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -134,7 +137,8 @@ def plan_workflow(
             if place is not None and place in loaded:
                 uses += uses_of(use, described.models[place], loaded[place], predict)
     plans, run = plan_together(requests, uses)
-    return WorkflowPlan(plans=dict(zip(labels, plans, strict=True)), run=run, notes=tuple(dict.fromkeys(notes)))
+    by_label = dict(zip(labels, plans, strict=True))
+    return WorkflowPlan(plans=by_label, run=run, machine=machine, notes=tuple(dict.fromkeys(notes)))
 
 
 def describe_model(model: LoadedModel, find_file: Callable[[str, str], Path]) -> tuple[Component, ...]:

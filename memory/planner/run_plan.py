@@ -35,8 +35,8 @@ class UsePlan:
     load_s: float | None
     evicted: tuple[tuple[str, str, int], ...] = ()
     """What has to leave for it: component, device, and how many bytes of it."""
-    weights: Mapping[str, int] = field(default_factory=dict)
-    """What all components have on each device while it computes."""
+    held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By device, what each component has there while it computes; its own devices alone, its home first."""
 
     @property
     def seconds(self) -> float | None:
@@ -47,8 +47,12 @@ class UsePlan:
 
     def peak_bytes(self, device: str) -> int:
         """Return what weights and activations take of a device; activations that are not known count nothing."""
-        home = next(iter(self.weights), "")
-        return self.weights.get(device, 0) + (self.use.activation_bytes or 0 if device == home else 0)
+        return sum(self.held.get(device, {}).values()) + self.activation_bytes(device)
+
+    def activation_bytes(self, device: str) -> int:
+        """Return what its forwards take of a device beside weights, as far as that is known."""
+        home = next(iter(self.held), "")
+        return (self.use.activation_bytes or 0) if device == home else 0
 
     def text(self) -> str:
         """Return the use in one line for people."""
@@ -76,7 +80,7 @@ class UsePlan:
             "evicted": [
                 {"component": name, "device": device, "bytes": num_bytes} for name, device, num_bytes in self.evicted
             ],
-            "peak_bytes": {device: self.peak_bytes(device) for device in self.weights},
+            "peak_bytes": {device: self.peak_bytes(device) for device in self.held},
         }
 
 
@@ -92,12 +96,17 @@ class RunPlan:
     @property
     def devices(self) -> list[str]:
         """The accelerators of the machine on which something computes."""
-        return [device for device in self.room if any(device in use.weights for use in self.uses)]
+        return [device for device in self.room if any(device in use.held for use in self.uses)]
 
     @property
     def seconds(self) -> float | None:
         """What a repeated run takes; None where a part of it is not known."""
         return total_seconds(self.uses)
+
+    @property
+    def first_seconds(self) -> float | None:
+        """What the first run takes; None where a part of it is not known."""
+        return total_seconds(self.first_uses)
 
     def peak_bytes(self, device: str) -> int:
         """Return the most that weights and activations take of a device at once."""
@@ -120,7 +129,7 @@ class RunPlan:
 
     def text(self) -> str:
         """Return the run as lines for people."""
-        first_s = total_seconds(self.first_uses)
+        first_s = self.first_seconds
         took = "time unknown" if self.seconds is None else f"{format_seconds(self.seconds)}"
         first = "" if first_s is None or self.seconds is None else f", the first time {format_seconds(first_s)}"
         lines = [f"run: {took}{first}", *(f"  {use.text()}" for use in self.uses)]
@@ -133,7 +142,7 @@ class RunPlan:
     def to_json(self) -> dict[str, Any]:
         return {
             "seconds": self.seconds,
-            "first_seconds": total_seconds(self.first_uses),
+            "first_seconds": self.first_seconds,
             "devices": {
                 device: {
                     "room_bytes": self.room[device],
@@ -161,8 +170,9 @@ class Holdings:
     """What components may take of each device together."""
     held: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def on(self, device: str) -> int:
-        return sum(num_bytes for (_, other), num_bytes in self.held.items() if other == device)
+    def on(self, device: str) -> dict[str, int]:
+        """Return what each component has of a device."""
+        return {name: num_bytes for (name, other), num_bytes in self.held.items() if other == device and num_bytes}
 
     def enter(
         self, share: DevicePlan, component: str, beside_bytes: int, by_next_use: Sequence[str]
@@ -174,7 +184,13 @@ class Holdings:
             by_next_use: the other components, that which is used last first.
         """
         own = self.held.get((component, share.device), 0)
-        missing = self.on(share.device) - own + share.device_bytes + beside_bytes - self.room.get(share.device, 0)
+        missing = (
+            sum(self.on(share.device).values())
+            - own
+            + share.device_bytes
+            + beside_bytes
+            - self.room.get(share.device, 0)
+        )
         evicted = []
         for other in by_next_use:
             held = self.held.get((other, share.device), 0)
@@ -235,7 +251,7 @@ def play(
             loaded=loaded,
             load_s=load_s,
             evicted=tuple(evicted),
-            weights={device: holdings.on(device) for device in loaded},
+            held={device: holdings.on(device) for device in loaded},
         )
 
 

@@ -11,6 +11,7 @@ __all__, __getattr__ = lazy_names(
             "Call",
             "LoadedModel",
             "NodeName",
+            "PIPELINE",
             "Size",
             "Tiling",
             "WatermarkSetting",

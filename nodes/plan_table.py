@@ -1,0 +1,143 @@
+"""A plan as tables of text: its components, the devices that they use, and what a run does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..memory.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from ..memory.planner.capacity import Machine
+    from ..memory.planner.plan import ComponentPlan, DevicePlan, Plan
+    from ..memory.planner.run_plan import RunPlan, UsePlan
+
+__all__ = ["plan_text"]
+
+COMPONENTS = ("component", "bytes", "precision", "device", "rests", "resident", "streamed", "on the device")
+USES = ("run", "computes", "forwards", "each", "loads", "in", "evicts", "activations")
+DEVICES = ("device", "room", "peak", "remains")
+UNKNOWN = "unknown"
+RESTS = {"device": "on the device", "pinned": "pinned RAM", "host": "RAM", "disk": "its file"}
+
+
+def plan_text(plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine) -> str:
+    """Return plans of one machine as text: tables first, then the reasons, last what gives the same plan again.
+
+    Args:
+        plans: by what they are for, such as the node that loads.
+    """
+    parts = [part for plan in plans.values() for part in plan.components]
+    blocks = [table([COMPONENTS, *(row for part in parts for row in component_rows(part))])]
+    if run is not None:
+        blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run)}")
+    blocks.append(table([DEVICES, *device_rows(parts, run, machine)]))
+    why = [f"{part.component}: {reason}" for part in parts for reason in part.reasons]
+    why += [reason for plan in plans.values() for reason in plan.reasons]
+    why += run.turns if run is not None else []
+    if why:
+        blocks.append("\n".join(["why", *(f"  {reason}" for reason in dict.fromkeys(why))]))
+    blocks.append("\n".join(same_again(plans)))
+    return "\n\n".join(blocks)
+
+
+def component_rows(part: ComponentPlan) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each device of a component."""
+    for index, share in enumerate(part.shares):
+        first = index == 0
+        yield (
+            part.component if first else "",
+            format_bytes(part.weight_bytes) if first else "",
+            part.precision.name if first else "",
+            share.device,
+            rests_in(part) if first else "",
+            f"{len(share.resident)} of {len(share.blocks)}",
+            format_bytes(share.streamed_bytes) if share.streamed else "-",
+            device_text(share),
+        )
+
+
+def device_text(share: DevicePlan) -> str:
+    """Return what a share takes of its device, and of what that is the sum."""
+    named = {
+        "non-block weights": share.fixed_bytes,
+        "resident blocks": share.resident_bytes,
+        "staging": share.staging_bytes,
+        "to decode weights": share.scratch_bytes,
+    }
+    parts = [f"{format_bytes(num_bytes)} {name}" for name, num_bytes in named.items() if num_bytes]
+    return f"{format_bytes(share.device_bytes)} = {' + '.join(parts)}" if len(parts) > 1 else " ".join(parts) or "0B"
+
+
+def rests_in(part: ComponentPlan) -> str:
+    """Return where the weights rest, in a few words."""
+    if part.store:
+        return f"on {part.store}"
+    if not part.in_file or part.tier == "disk":
+        return RESTS[part.tier]
+    return f"{RESTS[part.tier]}, {format_bytes(part.file_bytes)} in its file"
+
+
+def use_row(use: UsePlan) -> tuple[str, ...]:
+    loaded = sum(use.loaded.values())
+    evicted = [f"{format_bytes(num_bytes)} of {name}" for name, _, num_bytes in use.evicted]
+    return (
+        use.use.component,
+        use.use.what,
+        str(use.use.num_passes),
+        seconds_text(use.pass_s),
+        format_bytes(loaded) if loaded else "-",
+        seconds_text(use.load_s) if loaded else "-",
+        ", ".join(evicted) or "-",
+        UNKNOWN if use.use.activation_bytes is None else format_bytes(use.use.activation_bytes),
+    )
+
+
+def seconds_text(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else format_seconds(seconds)
+
+
+def total_line(run: RunPlan) -> str:
+    """Return what the run takes, in words."""
+    if run.seconds is None:
+        return "time unknown: the speed of a device, or of copies to it, was neither said nor measured"
+    forwards_s = sum(use.use.num_passes * (use.pass_s or 0.0) for use in run.uses)
+    first = f"; the first time {format_seconds(run.first_seconds)}" if run.first_seconds is not None else ""
+    return (
+        f"a run takes {format_seconds(run.seconds)}: {format_seconds(forwards_s)} of forwards, "
+        f"{format_seconds(run.seconds - forwards_s)} of loading{first}"
+    )
+
+
+def device_rows(parts: Sequence[ComponentPlan], run: RunPlan | None, machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Yield each accelerator with what may be taken of it, the most that is, and what remains."""
+    for device in machine.accelerators:
+        used = [share.device_bytes for part in parts for share in part.shares if share.device == device.name]
+        room = format_bytes(device.available_bytes)
+        if run is not None and device.name in run.devices:
+            peak, left = run.peak_bytes(device.name), run.remaining_bytes(device.name)
+        elif used:
+            peak, left = max(used), device.available_bytes - max(used)
+        else:
+            yield device.name, room, "-", f"{room}, nothing computes there"
+            continue
+        remains = format_bytes(left) if left >= 0 else f"{format_bytes(-left)} too much"
+        yield device.name, room, format_bytes(peak), remains
+
+
+def same_again(plans: Mapping[str, Plan]) -> Iterator[str]:
+    """Yield the texts to paste into the loaders."""
+    for name, plan in plans.items():
+        if len(plans) > 1:
+            yield f"{name}"
+        title = f" ({plan.profile.title})" if plan.profile.title != plan.profile.name else ""
+        yield f"profile: {plan.profile}{title}"
+        yield f"placement: {plan.placement}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as text in columns; the first one is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
