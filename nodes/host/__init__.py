@@ -11,6 +11,7 @@ __all__, __getattr__ = lazy_names(
         "waiting_queue": ["QueuedPrompt", "WaitingQueue", "read_queue"],
         "hosted": ["Request", "patcher_of"],
         "adopting": ["notes_for"],
+        "core_needs": ["coding_needs", "sampling_needs"],
         "dynamic_models": ["attach_to_core"],
         "loading": [
             "load_checkpoint",
@@ -23,6 +24,7 @@ __all__, __getattr__ = lazy_names(
         "keeping": ["keep", "release", "seeing_loaded_models"],
         "managing": ["manage_clip", "manage_model", "manage_vae"],
         "node_results": ["note_result"],
+        "node_widgets": ["widgets_of"],
         "observing": ["observe_core"],
         "patcher": ["HighwaterPatcher"],
         "verifying": ["verify_clip", "verify_model", "verify_vae"],

@@ -18,6 +18,7 @@ __all__, __getattr__ = lazy_names(
             "WorkflowDescription",
             "WorkflowUse",
         ],
+        "model_paths": ["FoundFiles", "find_files", "find_loras", "image_size"],
         "reading": ["read_workflow"],
     },
 )

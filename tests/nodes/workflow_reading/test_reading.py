@@ -11,7 +11,9 @@ import pytest
 
 from highwater.headless.comfy_stub import comfy_api
 from highwater.memory.errors import InvalidInput
+from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders
 from highwater.tests.page_graphs import prompt_of
+from highwater.tests.web.help_graphs import HELP_GRAPHS
 
 comfy_api.install()
 from highwater.nodes.comfy_models import manage, models, quantize, verify  # noqa: E402
@@ -428,3 +430,39 @@ def test_watermarks_are_read() -> None:
 )  # fmt: skip
 def test_arithmetic_is_computed_and_nothing_else(expression: str, value: float | None) -> None:
     assert compute(expression, {"a": 3, "b": 5}) == value
+
+
+# -- the graphs of other tests
+
+
+def case(name: str, loaders: Loaders) -> dict[str, Any]:
+    graph = Graph()
+    CASES[name](graph, loaders)
+    return graph.nodes
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_graphs_that_compare_us_with_core_read_alike(name: str) -> None:
+    """What core's loaders and ours load and compute differs in who moves it, and in what is asked of it."""
+    cores, ours, managed = (
+        read_workflow(case(name, loaders)) for loaders in (CORE, Loaders(), Loaders(kind="managed"))
+    )
+    foreign = {node.class_type for found in (cores, ours, managed) for node in found.unknown}
+    assert all(class_type.startswith("Test") for class_type in foreign)
+    for found in (ours, managed):
+        used = {use.model for use in found.uses}
+        moved = [model for place, model in enumerate(found.models) if place in used]
+        assert all(model.is_ours for model in moved if model.kind in (DIFFUSION, TEXT, VAE))
+        assert [described(found, use) for use in found.uses] == [described(cores, use) for use in cores.uses]
+
+
+def described(found: WorkflowDescription, use: WorkflowUse) -> tuple[Any, ...]:
+    model = None if use.model is None else found.models[use.model]
+    files = None if model is None else (model.files, model.part, model.kind)
+    return (use.call, files, use.size, use.steps, use.cfg, use.conds, len(use.loras), len(use.beside), use.prompt)
+
+
+@pytest.mark.parametrize("name", sorted(HELP_GRAPHS))
+def test_the_graphs_in_the_help_are_understood(name: str) -> None:
+    found = read_workflow(HELP_GRAPHS[name].graph)
+    assert all(node.class_type.startswith("Test") for node in found.unknown)
