@@ -53,7 +53,7 @@ class How(enum.Enum):
     LINEAR = enum.auto()
     """A matrix product, whose composite torch decomposes in another way on the meta device than on others."""
     NO_KERNEL = enum.auto()
-    """It allocates, and nothing runs."""
+    """It allocates, or changes the form of a tensor, and nothing runs."""
     KERNEL = enum.auto()
     """One kernel."""
     COPY = enum.auto()
@@ -69,7 +69,7 @@ NAMED = {
     "aten::linear": How.LINEAR,
     "aten::copy_": How.COPY,
     **dict.fromkeys(("aten::detach_", "aten::lift_fresh"), How.FROM_DATA),
-    **dict.fromkeys(("aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_"), How.NO_KERNEL),
+    **dict.fromkeys(("aten::empty", "aten::empty_strided"), How.NO_KERNEL),
     **dict.fromkeys(("aten::_local_scalar_dense", "aten::equal"), How.READS_VALUES),
 }
 
@@ -113,6 +113,8 @@ def describe(function: Any) -> Operator:
     how, key = How.KERNEL, None
     if name in NAMED:
         how = NAMED[name]
+    elif torch.Tag.inplace_view in function.tags:
+        how = How.NO_KERNEL
     elif has_kernel(full, IMPLICIT):  # some of these return a view where they can
         how, key = How.COMPOSITE, torch._C.DispatchKey.CompositeImplicitAutograd
     elif returns and all(info is not None and not info.is_write for info in returns):

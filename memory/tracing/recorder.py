@@ -251,11 +251,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute a linear layer by the operators that torch takes for it on a device."""
-    if bias is None:
-        return torch.matmul(source, weight.t())
-    if source.dim() == 2:
-        return torch.addmm(bias, source, weight.t())
-    if source.is_contiguous():
-        flat = source.reshape(-1, source.shape[-1])
-        return torch.addmm(bias, flat, weight.t()).view(*source.shape[:-1], weight.shape[0])
-    return torch.matmul(source, weight.t()).add_(bias)
+    transposed, shape = weight.t(), (*source.shape[:-1], weight.shape[0])
+    if bias is not None and (source.dim() == 2 or source.is_contiguous()):
+        flat = source if source.dim() == 2 else source.reshape(-1, source.shape[-1])
+        return torch.addmm(bias, flat, transposed).view(shape)
+    if source.dim() > 2 and weight.requires_grad:  # views of weights have lost this in here, and matmul asks for it
+        product = torch.mm(source.reshape(-1, source.shape[-1]), transposed).view(shape)
+    else:
+        product = torch.matmul(source, transposed)
+    return product if bias is None else product.add_(bias)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -53,8 +53,8 @@ def measure(
     sim.reset_stats()
     before = sim.stats(0).used_bytes
     with torch.inference_mode():
-        kept = getattr(placed, "__call__" if method == "forward" else method)(**inputs)
-    torch.accelerator.synchronize("sim:0")
+        output = getattr(placed, "__call__" if method == "forward" else method)(**inputs)
+        torch.accelerator.synchronize("sim:0")
     stats = sim.stats(0)
     del kept
     measured = Measured(
@@ -63,19 +63,23 @@ def measure(
         num_kernels=stats.num_kernels,
         output_bytes=stats.used_bytes - before,
     )
+    assert output is not None
+    del output
     for part in placed.modules():  # caches of classes would keep tensors on the device
         for value in vars(type(part)).values():
             getattr(value, "cache_clear", int)()
     return measured
 
 
-def assert_as_measured(sim: ModuleType, module: nn.Module, kwargs: Mapping[str, Any], method: str = "forward") -> Trace:
+def assert_as_measured(
+    sim: ModuleType, module: nn.Module, kwargs: Mapping[str, Any], method: str = "forward", launches: float = 0.02
+) -> Trace:
     trace = trace_forward(module, (), kwargs, method=method)
     for rates in (RATES, SLOW):
         measured = measure(sim, module, kwargs, method, **rates)
         assert measured.peak_bytes == pytest.approx(trace.peak_bytes, rel=0.01)
-        assert measured.seconds == pytest.approx(seconds_of(trace, **rates).total_s, rel=0.02)
-        assert measured.num_kernels == pytest.approx(trace.num_kernels, rel=0.02)
+        assert measured.seconds == pytest.approx(seconds_of(trace, **rates).total_s, rel=launches)
+        assert measured.num_kernels == pytest.approx(trace.num_kernels, rel=launches)
     assert trace.output_bytes <= measured.output_bytes  # caches that the module keeps come on top
     return trace
 
@@ -93,6 +97,8 @@ def test_a_trace_of_a_model_is_what_a_device_measures(sim, name: str) -> None:
     assert_as_measured(sim, module.eval(), kwargs)
 
 
+# Each example runs a model three times: none is made smaller.
+FEW = settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 FLUX, UNET, SD3, WAN = (getattr(diffusers_models, name)()[0].eval() for name in ("flux", "unet", "sd3", "wan"))
 
 
@@ -102,7 +108,7 @@ FLUX, UNET, SD3, WAN = (getattr(diffusers_models, name)()[0].eval() for name in 
     text=st.integers(1, 20),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=8)
+@FEW
 def test_flux_of_any_size(sim, batch: int, tokens: int, text: int, dtype: torch.dtype) -> None:
     inputs = {
         "hidden_states": torch.randn(batch, tokens, 4),
@@ -117,7 +123,7 @@ def test_flux_of_any_size(sim, batch: int, tokens: int, text: int, dtype: torch.
 
 
 @given(batch=st.integers(1, 3), height=st.integers(2, 12), width=st.integers(2, 12), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=8)
+@FEW
 def test_a_unet_of_any_size(sim, batch: int, height: int, width: int, dtype: torch.dtype) -> None:
     inputs = {
         "sample": torch.randn(batch, 4, 4 * height, 4 * width),
@@ -128,7 +134,7 @@ def test_a_unet_of_any_size(sim, batch: int, height: int, width: int, dtype: tor
 
 
 @given(batch=st.integers(1, 3), height=st.integers(1, 16), width=st.integers(1, 16), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=8)
+@FEW
 def test_sd3_of_any_size(sim, batch: int, height: int, width: int, dtype: torch.dtype) -> None:
     inputs = {
         "hidden_states": torch.randn(batch, 4, height, width),
@@ -146,7 +152,7 @@ def test_sd3_of_any_size(sim, batch: int, height: int, width: int, dtype: torch.
     width=st.integers(1, 8),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=8)
+@FEW
 def test_wan_of_any_size(sim, batch: int, frames: int, height: int, width: int, dtype: torch.dtype) -> None:
     inputs = {
         "hidden_states": torch.randn(batch, 4, frames, 2 * height, 2 * width),
@@ -168,7 +174,8 @@ def test_decoding_by_a_vae(sim, way: str, dtype: torch.dtype) -> None:
     vae = image_vae().to(dtype)
     if way != "whole":
         getattr(vae, way)()
-    trace = assert_as_measured(sim, vae, {"z": torch.randn(2, 4, 10, 14, dtype=dtype)}, "decode")
+    # A simulated device normalises groups in the layout that it is given, as a CPU does; a trace copies, as a GPU does.
+    trace = assert_as_measured(sim, vae, {"z": torch.randn(2, 4, 10, 14, dtype=dtype)}, "decode", launches=0.04)
     assert "decoder.up_blocks.0" in "".join(trace.blocks)
 
 
@@ -379,6 +386,77 @@ FLUX_TRACE = trace_forward(*(lambda module, kwargs: (module, (), kwargs))(*MODEL
 def test_rates_that_no_device_has_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="positive"):
         seconds_of(FLUX_TRACE, **RATES | bad)
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda x: x,
+        lambda x: x[:, :3],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:, :1].expand(-1, 4, -1),
+        lambda x: x[:, :3, None],
+        lambda x: x[:, 0],
+        lambda x: x[0, 0],
+    ],
+)
+def test_linear_layers_of_all_layouts(sim, source: Callable[[Tensor], Tensor], bias: bool, is_trained: bool) -> None:
+    layer = nn.Linear(32, 16, bias=bias).requires_grad_(is_trained)
+    net = nn.Sequential(Computes(source), layer)
+    assert_exact(sim, net, torch.randn(2, 5, 32))
+
+
+OPERATORS: dict[str, Callable[[Tensor], Any]] = {
+    "arange": lambda x: torch.arange(0, 8, 2, dtype=torch.float64, device=x.device),
+    "ones": lambda x: torch.ones(3, device=x.device),
+    "a number to the device": lambda x: torch.tensor(1.0, device=x.device),
+    "numbers to the device": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "zeros to the device": lambda x: torch.zeros(3).to(x.device),
+    "reversed subtraction": lambda x: 1 - x,
+    "a power": lambda x: 2.0**x,
+    "a remainder": lambda x: x % 2,
+    "in place": lambda x: x.add_(x).mul_(2.0).clamp_(0, 1),
+    "a mask": lambda x: x.masked_fill(x > 0, 2.0),
+    "rms norm": lambda x: F.rms_norm(x, (8,)),
+    "layer norm": lambda x: F.layer_norm(x, (8,)),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "softmax in float32": lambda x: torch.softmax(x.half(), -1, dtype=torch.float32),
+    "repeated": lambda x: torch.cos(x).repeat_interleave(2, dim=1, output_size=8).repeat(2, 1, 1),
+    "joined": lambda x: torch.stack([x, x], -1).flatten(1),
+    "padded": lambda x: F.pad(x, (0, 1, 0, 1)),
+    "larger": lambda x: F.interpolate(x[None], scale_factor=2.0, mode="nearest"),
+    "larger by lines": lambda x: F.interpolate(x[None], scale_factor=2.0, mode="bilinear"),
+    "embedding": lambda x: F.embedding(torch.zeros(5, dtype=torch.long, device=x.device), x[0]),
+    "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x),
+    "variance": lambda x: x.var(-1),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "set": lambda x: (x.__setitem__((slice(None), 0), x[:, 1]), x),
+    "expanded": lambda x: x[:, :1].expand(2, 4, 8) + x,
+    "flipped": lambda x: x.flip(1).roll(1, 1),
+    "pooled": lambda x: F.avg_pool1d(x, 2),
+    "unfolded": lambda x: F.unfold(x[None], 2),
+    "chosen": lambda x: x.gather(1, torch.zeros(2, 1, 8, dtype=torch.long, device=x.device)),
+    "sorted": lambda x: x.topk(2),
+    "joined scalars": lambda x: x * torch.tensor(2.0),
+    "nothing": lambda x: x[:0] + 1,
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_counted_as_devices_count_them(sim, name: str) -> None:
+    assert_exact(sim, Computes(OPERATORS[name]), torch.ones(2, 4, 8))
+
+
+def assert_exact(sim: ModuleType, net: nn.Module, x: Tensor) -> None:
+    trace = trace_forward(net, (x,))
+    for rates in (RATES, SLOW):
+        measured = measure(sim, Computes(net), {"x": x}, **rates)
+        assert measured.peak_bytes == trace.peak_bytes
+        assert measured.output_bytes == trace.output_bytes
+        assert measured.num_kernels == trace.num_kernels
+        assert measured.seconds == pytest.approx(seconds_of(trace, **rates).total_s, rel=1e-6)
 
 
 # -- what cannot be traced, and what is known
