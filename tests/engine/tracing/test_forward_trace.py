@@ -56,7 +56,6 @@ def measure(
         output = getattr(placed, "__call__" if method == "forward" else method)(**inputs)
         torch.accelerator.synchronize("sim:0")
     stats = sim.stats(0)
-    del kept
     measured = Measured(
         peak_bytes=stats.peak_bytes - before,
         seconds=sim.clock_s(),
