@@ -17,11 +17,13 @@ from ..memory.options.precision import BY_PROFILE
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Plan
 from ..memory.planner.request import PlanRequest, plan_together
-from ..memory.planner.run import Use
+from ..memory.planner.run import BlockTimes, Use
+from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .device_choices import DEFAULT
 from .plan_table import plan_text
 from .plans import describe_files, describe_part, describe_pipeline, read_precisions
 from .workflow_reading.description import PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
+from .workflow_reading.model_paths import find_files
 
 if TYPE_CHECKING:
     from ..memory.options.precision import PrecisionRequest
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from ..memory.planner.run_plan import RunPlan
     from ..memory.weights.component import Component
 
-__all__ = ["Prediction", "Predictor", "WorkflowPlan", "plan_workflow"]
+__all__ = ["PlannedCall", "Prediction", "Predictor", "WorkflowPlan", "plan_workflow"]
 
 # What each call computes with, of a pipeline's parts.
 KIND_OF_CALL = {
@@ -39,7 +41,6 @@ KIND_OF_CALL = {
     Call.DECODE: "vae",
     Call.ENCODE: "vae",
 }
-GGUF = ".gguf"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +50,25 @@ class Prediction:
     num_passes: int = 1
     activation_bytes: int | None = None
     carried_bytes: int = 0
-    times: Mapping[str, Any] = field(default_factory=dict)
-    """`BlockTimes` by device, as far as the devices' rates are known."""
+    times: Mapping[str, BlockTimes] = field(default_factory=dict)
+    """By device, as far as the rates of devices are known."""
 
 
-Predictor = Callable[["Component", LoadedModel, WorkflowUse], "Prediction | None"]
-"""Returns what is predicted of a call of a component; None where nothing is."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedCall:
+    """One call of one component, as a workflow makes it."""
+
+    component: Component
+    model: LoadedModel
+    paths: tuple[Path, ...]
+    """The model's files; of a pipeline its folder."""
+    use: WorkflowUse
+    of_node: tuple[WorkflowUse, ...]
+    """All that the same node computes."""
+
+
+Predictor = Callable[[PlannedCall], Prediction | None]
+"""Returns what is predicted of a call; None where nothing is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +104,7 @@ class WorkflowPlan:
 def plan_workflow(
     described: WorkflowDescription,
     machine: Machine,
-    find_file: Callable[[str, str], Path],
-    predict: Predictor = lambda component, model, use: None,
+    predict: Predictor = lambda call: None,
     *,
     home: str | None = None,
 ) -> WorkflowPlan:
@@ -100,7 +113,6 @@ def plan_workflow(
     A loader whose file is not there, or is not named by a widget, is not planned, and the plan says so.
 
     Args:
-        find_file: the path of a file of the host by folder and name; raises `InvalidInput`.
         predict: what calls are predicted to take.
         home: the device that a host's loaders use by default; None: the plan chooses.
 
@@ -110,11 +122,15 @@ def plan_workflow(
     notes = [f"{node.label}: not known" for node in described.unknown]
     requests: list[PlanRequest] = []
     labels: list[str] = []
-    loaded: dict[int, tuple[Component, ...]] = {}
+    loaded: dict[int, tuple[tuple[Component, ...], tuple[Path, ...]]] = {}
     taken: set[str] = set()
     for number, model in enumerate(described.models):
+        files = find_files(model)
+        notes += files.missing
+        if files.missing or not files.paths:
+            continue
         try:
-            parts = describe_model(model, find_file)
+            parts = describe_model(model, files.paths)
         except InvalidInput as error:
             notes.append(f"{model.node.label}: {error}")
             continue
@@ -126,31 +142,34 @@ def plan_workflow(
         except InvalidInput as error:
             raise InvalidInput(f"{model.node.label}: {error}") from None
         labels.append(model.node.label + (f", {model.part}" if model.part else ""))
-        loaded[number] = parts
+        loaded[number] = parts, files.paths
     if not requests:
         why = "; ".join(notes) or "it has no loader"
         raise InvalidInput(f"nothing of the workflow can be planned: {why}")
     uses: list[Use] = []
     for use in described.uses:
         notes += [f"{use.node.label}: {line}" for line in use.unknown]
+        of_node = tuple(other for other in described.uses if other.node == use.node)
         for place in (use.model, *use.beside):
             if place is not None and place in loaded:
-                uses += uses_of(use, described.models[place], loaded[place], predict)
+                parts, paths = loaded[place]
+                model = described.models[place]
+                calls = [
+                    PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node)
+                    for part in parts
+                    if model.kind != PIPELINE or part.kind == KIND_OF_CALL.get(use.call)
+                ]
+                uses += [use_of(call, predict(call)) for call in calls]
     plans, run = plan_together(requests, uses)
     by_label = dict(zip(labels, plans, strict=True))
     return WorkflowPlan(plans=by_label, run=run, machine=machine, notes=tuple(dict.fromkeys(notes)))
 
 
-def describe_model(model: LoadedModel, find_file: Callable[[str, str], Path]) -> tuple[Component, ...]:
-    """Return the components of a loaded model. Raises `InvalidInput` where its files are not there or not named."""
-    if not model.files:
-        raise InvalidInput("another node names its file")
+def describe_model(model: LoadedModel, paths: Sequence[Path]) -> tuple[Component, ...]:
+    """Return the components of a loaded model, from its files. Raises `InvalidInput` where these cannot be read."""
     if model.kind == PIPELINE:
-        return tuple(describe_pipeline(find_file(model.folder, model.files[0])))
-    paths = [find_file(model.folder, name) for name in model.files]
-    if any(path.suffix.lower() == GGUF for path in paths):
-        from ..memory.weights.gguf_header import component_from_gguf
-
+        return tuple(describe_pipeline(paths[0]))
+    if any(is_gguf(path) for path in paths):
         if len(paths) > 1:
             raise InvalidInput(f"{' and '.join(path.name for path in paths)}: one GGUF file at a time is planned")
         return (component_from_gguf(paths[0], name=paths[0].stem, kind=model.kind),)
@@ -198,25 +217,17 @@ def placement_of(model: LoadedModel, devices: Collection[str], names: Sequence[s
     return parse_placement(text, devices=devices, components=names)
 
 
-def uses_of(use: WorkflowUse, model: LoadedModel, parts: Sequence[Component], predict: Predictor) -> list[Use]:
-    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind."""
-    kind = KIND_OF_CALL.get(use.call)
-    found = []
-    for part in parts:
-        if model.kind == PIPELINE and part.kind != kind:
-            continue
-        predicted = predict(part, model, use) or Prediction(num_passes=usual_passes(use))
-        found.append(
-            Use(
-                component=part.name,
-                num_passes=predicted.num_passes,
-                activation_bytes=predicted.activation_bytes,
-                carried_bytes=predicted.carried_bytes,
-                times=predicted.times,
-                what=told(use),
-            )
-        )
-    return found
+def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
+    """Return a call as the use of a run."""
+    predicted = predicted or Prediction(num_passes=usual_passes(call.use))
+    return Use(
+        component=call.component.name,
+        num_passes=predicted.num_passes,
+        activation_bytes=predicted.activation_bytes,
+        carried_bytes=predicted.carried_bytes,
+        times=predicted.times,
+        what=told(call.use),
+    )
 
 
 def usual_passes(use: WorkflowUse) -> int:

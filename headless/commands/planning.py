@@ -15,13 +15,15 @@ from ...memory.planner.plan import Machine
 
 if TYPE_CHECKING:
     from ...memory.options.marks import Marks
+    from ...nodes.pipelines.pipeline_predictions import DeviceRates
     from ...nodes.workflow_plans import WorkflowPlan
     from .hardware import Hardware
 
 __all__ = ["machine_for", "plan_workflow"]
 
-# The host's folder of diffusers pipelines.
-PIPELINES = "diffusers"
+# What is not said of a described device: as simulated ones have it.
+MEMORY_BYTES_PER_S = 1e12
+LAUNCH_S = 5e-6
 
 
 def machine_for(hardware: Hardware | None, marks: Mapping[str, Marks]) -> Machine:
@@ -49,6 +51,7 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Ma
     from ..comfy_stub.comfy_api import install
 
     install()
+    from ...nodes.pipelines.pipeline_predictions import PipelinePredictor
     from ...nodes.watermark import DeviceWatermark
     from ...nodes.workflow_plans import plan_workflow as plan_described
     from ...nodes.workflow_reading import read_workflow
@@ -61,22 +64,30 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Ma
         asked = DeviceWatermark.parse(setting.device, setting.low, setting.high)
         machine = keep_free(machine, {asked.device: asked.marks})
     try:
-        return plan_described(described, machine, find_file, home=home_of(machine))
+        return plan_described(described, machine, PipelinePredictor(rates_of(hardware)), home=home_of(machine))
     except InvalidInput as error:
         raise InvalidInput(f"{path}: {error}") from None
+
+
+def rates_of(hardware: Hardware | None) -> dict[str, DeviceRates]:
+    """Return how fast devices compute for which that was said; nothing is assumed of others."""
+    from ...nodes.pipelines.pipeline_predictions import DeviceRates
+
+    return {
+        device.name: DeviceRates(
+            flops_per_s=device.flops_per_s,
+            memory_bytes_per_s=MEMORY_BYTES_PER_S,
+            launch_s=LAUNCH_S,
+            link_bytes_per_s=device.link_bytes_per_s,
+        )
+        for device in (hardware.devices if hardware is not None else ())
+        if device.flops_per_s
+    }
 
 
 def home_of(machine: Machine) -> str:
     """Return the device that ComfyUI uses where a loader says ``default``: its first accelerator."""
     return machine.accelerators[0].name if machine.accelerators else "cpu"
-
-
-def find_file(folder: str, name: str) -> Path:
-    """Return the path of a model file, or of a pipeline's folder. Raises `InvalidInput` where it is not there."""
-    from ...nodes.comfy_models.model_files import find_model_file
-    from ...nodes.pipelines.pipeline_folders import find_pipeline
-
-    return find_pipeline(name) if folder == PIPELINES else Path(find_model_file(folder, name))
 
 
 def keep_free(machine: Machine, asked: Mapping[str, Marks]) -> Machine:

@@ -37,7 +37,7 @@ TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' t
 PANICS = "pyo3_runtime"
 
 
-def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None) -> Any:
+def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None, *, has_weights: bool = True) -> Any:
     """Load a pipeline into host memory, each component in the dtype of its file; never asks the network.
 
     The folder names classes, and nothing else of it may choose what runs ([Note: downloaded folders] in
@@ -45,6 +45,7 @@ def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None) -> Any
 
     Args:
         places: other folders for components, by name.
+        has_weights: read the weights. Without, each is its shape and dtype on the meta device: to look at, or to trace.
 
     Raises:
         InvalidInput: diffusers is not installed or too old, or the folder is not one that it can load in full.
@@ -65,6 +66,7 @@ def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None) -> Any
                     (places or {}).get(name, folder / name),
                     find_component_class(origin, named_by, name),
                     dtypes.get(name),
+                    has_weights=has_weights,
                 )
                 for name, origin in taken_components(pipeline_class, folder, index).items()
             }
@@ -156,7 +158,7 @@ def taken_components(pipeline_class: Any, folder: Path, index: dict[str, Any]) -
     return {name: origins[name] for name in origins if any(name == parameter.name for parameter in parameters)}
 
 
-def load_component(place: Path, component_class: Any, dtype: str | None) -> Any:
+def load_component(place: Path, component_class: Any, dtype: str | None, *, has_weights: bool) -> Any:
     """Load one component of a pipeline from its folder; one with weights has a dtype.
 
     Raises:
@@ -172,7 +174,7 @@ def load_component(place: Path, component_class: Any, dtype: str | None) -> Any:
             raise InvalidInput(
                 f"{place / MODEL_CONFIG}: no such file; expected the config of {component_class.__name__}"
             )
-        return load_model(place, component_class, dtype)
+        return load_model(place, component_class, dtype) if has_weights else build_model(place, component_class, dtype)
     # Those two look for other classes by names in their files; the rest have no such argument.
     remote = (
         {"trust_remote_code": False} if issubclass(component_class, PreTrainedTokenizerBase | ProcessorMixin) else {}
@@ -222,6 +224,17 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
             f"such as {lost[0]}"
         )
     return model
+
+
+def build_model(place: Path, model_class: Any, dtype: str) -> Any:
+    """Return a model whose weights are shapes on the meta device. Raises `InvalidInput` if its config does not fit."""
+    import torch
+
+    from ...memory.model_class import build_on_meta
+
+    config = place / MODEL_CONFIG
+    model = build_on_meta(model_class, read_json(config), config)
+    return model.to(getattr(torch, dtype)).eval()
 
 
 def load_quantized(place: Path, paths: Sequence[Path], model_class: Any) -> Any:

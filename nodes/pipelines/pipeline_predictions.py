@@ -1,0 +1,114 @@
+"""What the parts of a pipeline are predicted to take in a run, from traces of one step on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..workflow_plans import PlannedCall, Prediction
+from ..workflow_reading.description import PIPELINE, Call, WorkflowUse
+
+if TYPE_CHECKING:
+    from ...memory.planner.run import BlockTimes
+    from ...memory.tracing import CallTrace, Trace
+    from ...memory.weights.component import Component
+    from .sampling import Sampling
+
+__all__ = ["DeviceRates", "PipelinePredictor"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceRates:
+    """How fast a device computes: operations and bytes of its memory per second, and seconds to launch a kernel."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    launch_s: float
+    link_bytes_per_s: float
+
+
+class PipelinePredictor:
+    """Predicts calls of pipelines by running their own code without weights, once for each size.
+
+    Args:
+        rates: by device, as far as they are known.
+    """
+
+    def __init__(self, rates: Mapping[str, DeviceRates]) -> None:
+        self.rates = rates
+        self.traced: dict[tuple[Path, Sampling], Sequence[CallTrace]] = {}
+        self.failed: dict[Path, str] = {}
+        """Why a pipeline cannot be traced, by its folder."""
+
+    def __call__(self, call: PlannedCall) -> Prediction | None:
+        """Return what a part takes in a call of a pipeline; None for other models, and where it cannot be traced."""
+        from ...memory.errors import InvalidInput
+        from ...memory.tracing import Untraceable
+
+        use, folder, sampling = call.use, call.paths[0], sampling_of(call.of_node)
+        if call.model.kind != PIPELINE or sampling is None or folder in self.failed:
+            return None
+        if (folder, sampling) not in self.traced:
+            try:
+                self.traced[folder, sampling] = self.trace(folder, sampling)
+            except (InvalidInput, Untraceable) as error:
+                self.failed[folder] = str(error)
+                return None
+        component = call.component
+        calls = [traced for traced in self.traced[folder, sampling] if traced.part == component.name]
+        if use.call is Call.DECODE:
+            calls = [traced for traced in calls if traced.method == "decode"] or calls
+        if not calls:
+            return None
+        num_passes = len(calls) * (max(1, use.steps or 1) if use.call is Call.SAMPLE else 1)
+        largest = max(calls, key=lambda call: call.peak_bytes)
+        return Prediction(
+            num_passes=num_passes,
+            activation_bytes=largest.peak_bytes,
+            times={device: times_of(largest.trace, component, rates) for device, rates in self.rates.items()},
+        )
+
+    def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
+        from .diffusers_pipelines import load_pipeline
+        from .pipeline_traces import trace_pipeline
+
+        return trace_pipeline(load_pipeline(folder, has_weights=False), sampling)
+
+
+def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
+    """Return what a node asks of a pipeline; None where its size is not known."""
+    from .sampling import Sampling
+
+    sample = next((use for use in uses if use.call is Call.SAMPLE and use.size is not None), None)
+    if sample is None or sample.size is None:
+        return None
+    prompt = next((use.prompt for use in uses if use.call is Call.ENCODE_TEXT and use.prompt), "")
+    return Sampling(
+        prompt=prompt,
+        negative_prompt="",
+        width=sample.size.width,
+        height=sample.size.height,
+        frames=sample.size.frames,
+        steps=1,
+        guidance=sample.cfg if sample.cfg is not None else 1.0,
+        seed=0,
+    )
+
+
+def times_of(trace: Trace, component: Component, rates: DeviceRates) -> BlockTimes:
+    """Return what each block of a component computes in a traced call on a device of these rates."""
+    from ...memory.planner.run import BlockTimes
+    from ...memory.tracing import seconds_of
+
+    seconds = seconds_of(
+        trace,
+        flops_per_s=rates.flops_per_s,
+        memory_bytes_per_s=rates.memory_bytes_per_s,
+        launch_s=rates.launch_s,
+        link_bytes_per_s=rates.link_bytes_per_s,
+    )
+    names = [block.name for block in component.blocks]
+    blocks = tuple(seconds.blocks.get(name, 0.0) for name in names)
+    return BlockTimes(blocks_s=blocks, other_s=max(0.0, seconds.total_s - sum(blocks)))
