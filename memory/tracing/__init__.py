@@ -11,5 +11,6 @@ __all__, __getattr__ = lazy_names(
         "forward_seconds": ["BlockSeconds", "Seconds", "seconds_of"],
         "meta_twin": ["meta_like"],
         "forward_trace": ["Activations", "trace_forward"],
+        "call_traces": ["CallTrace", "trace_calls"],
     },
 )

@@ -56,13 +56,8 @@ def trace_twin(
     method: str,
     blocks: Collection[str] | None,
 ) -> Trace:
-    if blocks is None:
-        blocks = [block.name for block in component_from_module(twin, name=type(twin).__name__).blocks]
     recorder = Recorder()
-    for name in blocks:
-        part = twin.get_submodule(name)
-        part.register_forward_pre_hook(partial(entered, recorder, name))
-        part.register_forward_hook(partial(left, recorder))
+    follow_blocks(recorder, twin, blocks)
     call = twin if method == "forward" else getattr(twin, method)
     args, kwargs = tree_map_only(torch.Tensor, with_values, (tuple(args), dict(kwargs)))
     try:
@@ -76,21 +71,26 @@ def trace_twin(
         for part in list(twin.modules()):
             vars(part).clear()  # a cache of its class may keep it
     recorder.end_segment("")
-    tensors = (leaf for leaf in tree_leaves(values_of(output)) if isinstance(leaf, torch.Tensor))
-    return Trace(
-        segments=tuple(recorder.segments),
-        peak_bytes=recorder.peak_bytes,
-        output_bytes=recorder.held_of(tensors),
-    )
+    return recorder.trace_since(0, 0, tensors_of(output))
 
 
-def values_of(output: Any) -> Any:
-    """Return an output as plain containers: models return mappings and objects of their own."""
+def follow_blocks(recorder: Recorder, twin: nn.Module, blocks: Collection[str] | None) -> None:
+    """Tell a recorder of the calls of a twin's blocks; None: of those that an engine would move."""
+    if blocks is None:
+        blocks = [block.name for block in component_from_module(twin, name=type(twin).__name__).blocks]
+    for name in blocks:
+        part = twin.get_submodule(name)
+        part.register_forward_pre_hook(partial(entered, recorder, name))
+        part.register_forward_hook(partial(left, recorder))
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output: models return mappings and objects of their own."""
     if isinstance(output, Mapping):
-        return [values_of(value) for value in output.values()]
-    if isinstance(output, torch.Tensor | list | tuple):
-        return output
-    return list(getattr(output, "__dict__", {}).values())
+        output = list(output.values())
+    elif not isinstance(output, torch.Tensor | list | tuple):
+        output = list(getattr(output, "__dict__", {}).values())
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def entered(recorder: Recorder, name: str, *_: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from .known_values import KnownValues, tensors_in
 from .meta_twin import meta_like
 from .operator_costs import GATHERS, INDEXING, SIZED_BY_VALUES, How, Operator, attend, bytes_of, flops_of, operator_of
-from .trace import Kernel, Segment, Untraceable
+from .trace import Kernel, Segment, Trace, Untraceable
 
 __all__ = ["Recorder"]
 
@@ -37,7 +38,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}
         self.values = KnownValues()
         self.held_bytes = 0
-        self.peak_bytes = 0
         self.segments: list[Segment] = []
         self.stack: list[str] = []
         self.kernels: list[Kernel] = []
@@ -72,6 +72,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kernels = []
         self.entry_bytes = self.segment_peak = self.held_bytes
 
+    def trace_since(self, num_before: int, held_bytes: int, outputs: Iterable[Tensor]) -> Trace:
+        """Return the trace of what ran after so many segments, beyond what was held then."""
+        segments = tuple(
+            replace(
+                segment,
+                entry_bytes=segment.entry_bytes - held_bytes,
+                peak_bytes=max(0, segment.peak_bytes - held_bytes),
+            )
+            for segment in self.segments[num_before:]
+        )
+        peak_bytes = max((segment.peak_bytes for segment in segments), default=0)
+        return Trace(segments=segments, peak_bytes=peak_bytes, output_bytes=self.held_of(outputs))
+
     # -- memory
 
     def note(self, tensor: Tensor) -> bool:
@@ -88,7 +101,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live[key] = (num_bytes, weakref.finalize(storage, self.freed, key))
             self.live[key][1].atexit = False
         self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         self.segment_peak = max(self.segment_peak, self.held_bytes)
         return True
 

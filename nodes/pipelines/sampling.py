@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...memory import Managed
     from ..watermark import DeviceWatermark
 
-__all__ = ["FRAME_STEP", "PIXEL_STEP", "LoadedPipeline", "Sampling", "sample_images"]
+__all__ = ["FRAME_STEP", "PIXEL_STEP", "LoadedPipeline", "Sampling", "arguments_of", "sample_images"]
 
 # Pixels per latent (8) times latents per patch (2): what every supported pipeline can cut.
 PIXEL_STEP = 16
@@ -74,6 +74,23 @@ def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int]
     """
     import torch
 
+    arguments = arguments_of(pipe, sampling)
+    if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
+        arguments["callback_on_step_end"] = report_steps(sampling.steps, on_step)
+    with quiet_libraries():
+        images = pipe(**arguments)[0]
+    # Videos come as [batch, frames, H, W, C].
+    return torch.from_numpy(images).reshape(-1, *images.shape[-3:]).float().clamp(0.0, 1.0)
+
+
+def arguments_of(pipe: Any, sampling: Sampling) -> dict[str, Any]:
+    """Return what a pipeline is called with, of the arguments that it takes.
+
+    Raises:
+        InvalidInput: a size or a number of frames that the pipeline cannot make.
+    """
+    import torch
+
     accepted = inspect.signature(pipe.__call__).parameters
     check_sampling(pipe, sampling, makes_frames="num_frames" in accepted)
     wanted = {
@@ -85,17 +102,12 @@ def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int]
         "num_inference_steps": sampling.steps,
         "guidance_scale": sampling.guidance,
         "generator": torch.Generator("cpu").manual_seed(sampling.seed),
-        "callback_on_step_end": report_steps(sampling.steps, on_step),
         "output_type": "np",
         "return_dict": False,
     }
     if "max_sequence_length" in accepted:
         wanted["max_sequence_length"] = min(accepted["max_sequence_length"].default, longest_prompt(pipe))
-    arguments = {name: value for name, value in wanted.items() if name in accepted}
-    with quiet_libraries():
-        images = pipe(**arguments)[0]
-    # Videos come as [batch, frames, H, W, C].
-    return torch.from_numpy(images).reshape(-1, *images.shape[-3:]).float().clamp(0.0, 1.0)
+    return {name: value for name, value in wanted.items() if name in accepted}
 
 
 def longest_prompt(pipe: Any) -> int:

@@ -1,0 +1,129 @@
+"""What a pipeline's parts take, traced, is what a simulated device measures while the pipeline runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from highwater.memory import MemoryManager, manage
+from highwater.memory.tracing import seconds_of
+from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
+from highwater.nodes.pipelines.pipeline_traces import trace_pipeline
+from highwater.nodes.pipelines.sampling import Sampling, sample_images
+
+NAMES = ["tiny-flux", "tiny-sd", "tiny-wan"]
+RATES = {"flops_per_s": 1e11, "memory_bytes_per_s": 1e10, "launch_s": 1e-6}
+
+
+def sampling(width: int = 64, height: int = 64, frames: int = 1, guidance: float = 4.0) -> Sampling:
+    return Sampling(
+        prompt="a cat",
+        negative_prompt="",
+        width=width,
+        height=height,
+        frames=frames,
+        steps=1,
+        guidance=guidance,
+        seed=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def pipes(models_directory: Path) -> dict[str, Any]:
+    return {name: load_pipeline(models_directory / "diffusers" / name) for name in NAMES}
+
+
+def measure_calls(sim: ModuleType, pipe: Any, asked: Sampling) -> list[tuple[str, int, float]]:
+    """Run a pipeline that a device has; return its parts' calls: which, the peak beside weights, and the seconds."""
+    sim.configure([sim.SimDeviceSpec(total_bytes=1 << 36, **RATES)])
+    found: list[tuple[str, int, float]] = []
+    began_s = 0.0
+
+    def begin() -> None:
+        nonlocal began_s
+        torch.accelerator.synchronize("sim:0")
+        sim.reset_stats()
+        began_s = sim.clock_s()
+
+    def end(name: str) -> None:
+        torch.accelerator.synchronize("sim:0")
+        found.append((name, sim.stats(0).peak_bytes - before, sim.clock_s() - began_s))
+
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    decode = pipe.vae.decode
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        result = decode(*args, **kwargs)
+        end("vae")
+        return result
+
+    handles = [part.register_forward_pre_hook(lambda *_: begin()) for name, part in parts.items()]
+    handles += [part.register_forward_hook(lambda *_, name=name: end(name)) for name, part in parts.items()]
+    pipe.to("sim:0")
+    before = sim.stats(0).used_bytes
+    pipe.vae.decode = timed
+    try:
+        sample_images(pipe, asked, on_step=lambda *_: None)
+    finally:
+        del pipe.vae.decode
+        for handle in handles:
+            handle.remove()
+        pipe.to("cpu")
+    return found
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [sampling(), sampling(128, 96), sampling(96, 128, guidance=1.0)],
+    ids=["small", "larger", "without guidance"],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_take_what_was_traced(sim, pipes: dict[str, Any], name: str, asked: Sampling) -> None:
+    assert_traced(sim, pipes[name], asked)
+
+
+def test_frames_take_what_was_traced(sim, pipes: dict[str, Any]) -> None:
+    assert_traced(sim, pipes["tiny-wan"], sampling(64, 96, frames=5))
+
+
+def assert_traced(sim: ModuleType, pipe: Any, asked: Sampling) -> None:
+    traced, measured = trace_pipeline(pipe, asked), measure_calls(sim, pipe, asked)
+    assert [call.part for call in traced] == [name for name, _, _ in measured]
+    for call, (_, peak_bytes, seconds) in zip(traced, measured, strict=True):
+        assert peak_bytes == pytest.approx(call.peak_bytes, rel=0.01)
+        assert seconds == pytest.approx(seconds_of(call.trace, **RATES).total_s, rel=0.03)
+
+
+def test_a_managed_pipeline_is_traced_as_it_rests(sim, models_directory: Path) -> None:
+    pipe = load_pipeline(models_directory / "diffusers" / "tiny-flux")
+    wanted = trace_pipeline(pipe, sampling())
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 30)]):
+        manager = MemoryManager()
+        with manage(pipe, placement="gpu:0", profile="8MiB", manager=manager):
+            before, blocks = sim.stats(0), [dict(vars(part)) for part in pipe.transformer.modules()]
+            assert trace_pipeline(pipe, sampling()) == wanted
+            assert sim.stats(0) == before
+            assert [dict(vars(part)) for part in pipe.transformer.modules()] == blocks
+            manager.ledger.check()
+
+
+def test_a_trace_leaves_the_pipeline_and_random_numbers_alone(pipes: dict[str, Any]) -> None:
+    pipe = pipes["tiny-sd"]
+    image = sample_images(pipe, sampling(), on_step=lambda *_: None)
+    state, held, config = torch.get_rng_state(), dict(vars(pipe)), dict(pipe.scheduler.__dict__)
+    trace_pipeline(pipe, sampling(128, 128))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert vars(pipe) == held
+    assert all(pipe.scheduler.__dict__[name] is value for name, value in config.items())
+    assert torch.equal(sample_images(pipe, sampling(), on_step=lambda *_: None), image)
+
+
+def test_sizes_that_a_pipeline_cannot_make_are_refused(pipes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="width 65 is not allowed"):
+        trace_pipeline(pipes["tiny-sd"], sampling(width=65))
