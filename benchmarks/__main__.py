@@ -18,6 +18,7 @@ CASES = (
     "comfy",
     "dynamic",
     "eviction",
+    "forecast",
     "gpu",
     "gpu_streaming",
     "guards",

@@ -66,6 +66,15 @@ class Managed:
         diffusion = (m for m in self.members if m.managed.component.kind == "diffusion")
         return next(diffusion, self.members[0]).managed.primary.torch_device
 
+    def expect(self, activation_bytes: Mapping[str, int]) -> None:
+        """Tell what the forwards to come of components are predicted to take beside their weights, by name.
+
+        Plans keep that free on the component's first device until a forward of that size was seen. Moves nothing.
+        """
+        self.manager.expect(
+            {member: activation_bytes[member.name] for member in self.members if member.name in activation_bytes}
+        )
+
     def has_devices(self) -> bool:
         """Whether any component computes on an accelerator."""
         return any(not member.managed.primary.is_cpu for member in self.members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -255,6 +255,15 @@ class MemoryManager:
     def plans(self) -> dict[str, ComponentPlan]:
         """Return the plan of every component by its id; takes no lock."""
         return {member.id: member.managed.plan for member in list(self.members.values())}
+
+    def expect(self, activation_bytes: Mapping[Member, int]) -> None:
+        """Keep free for components what their forwards to come are predicted to take beside the weights."""
+        with self.lock.exclusive():
+            for member, num_bytes in activation_bytes.items():
+                device = member.managed.primary.name
+                key = self.capacity.key_of(member.managed.component, device, member)
+                if self.capacity.needs.expect(key, num_bytes):
+                    member.outdate_plan()
 
     def machine(self, *, freed_bytes: int = 0, is_hosted: bool = False) -> Machine:
         """Return what a newcomer may plan with now, in live numbers (`LiveCapacity.machine`)."""

@@ -32,6 +32,7 @@ FAILURE_DECAY = 32
 # After so many failures what was futile is tried again.
 PATIENCE = 4
 MAX_SIZES = 256
+PREDICTED = "predicted for this size"
 
 
 def digest_component(component: Component) -> str:
@@ -151,6 +152,14 @@ class Needs:
     last: dict[Key, Size] = field(default_factory=dict)
     """The input size that was used last."""
     changed: set[tuple[Key, Size]] = field(default_factory=set)
+    expected: dict[Key, int] = field(default_factory=dict)
+    """What forwards to come are predicted to take, in this process."""
+
+    def expect(self, key: Key, num_bytes: int) -> bool:
+        """Note what forwards to come are predicted to take; returns whether that is news."""
+        is_news = self.expected.get(key) != num_bytes
+        self.expected[key] = num_bytes
+        return is_news
 
     def get(self, key: Key, size: Size) -> Need:
         """Return the need at a size, new where there was none."""
@@ -168,12 +177,25 @@ class Needs:
     def kept(self, key: Key, size: Size | None = None, *, fears: bool = True) -> KeptFree | None:
         """Return what to keep free for an input size, for the last one if None; None where nothing is known.
 
+        What was seen at a size counts before what was predicted of it.
+
         Args:
             fears: whether a failure without a completed forward since counts; else only completed ones do.
         """
         sizes = self.known.get(key)
+        expected = self.expected.get(key)
+        predicted = None if expected is None else KeptFree(num_bytes=Need.with_slack(expected), why=PREDICTED)
         if not sizes:
-            return None
+            return predicted
+        if size is None and predicted is not None:
+            return max(filter(None, (self.seen(key, sizes, None, fears), predicted)), key=lambda kept: kept.num_bytes)
+        seen = self.seen(key, sizes, size, fears)
+        if predicted is None or (seen is not None and (seen.is_known or seen.num_bytes == EVERYTHING)):
+            return seen
+        return predicted if seen is None or seen.num_bytes < predicted.num_bytes else seen
+
+    def seen(self, key: Key, sizes: Mapping[Size, Need], size: Size | None, fears: bool) -> KeptFree | None:
+        """Return what forwards showed; arguments as of `kept`."""
         size = self.last.get(key) if size is None else size
         if size is None:
             size = max(sizes, key=lambda other: sizes[other].used_s)

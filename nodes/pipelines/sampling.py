@@ -6,7 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .diffusers_pipelines import quiet_libraries
@@ -34,6 +34,8 @@ class LoadedPipeline:
     pipe: Any
     managed: Managed
     watermark: DeviceWatermark | None = None
+    traced: set[Sampling] = field(default_factory=set)
+    """The sizes of which is known what they take."""
 
     def __post_init__(self) -> None:
         # A host has no call for "this output was dropped". At interpreter exit the process frees everything.
@@ -46,7 +48,30 @@ class LoadedPipeline:
         """
         if self.watermark is not None:
             self.watermark.apply()
+        self.expect_needs(sampling)
         return sample_images(self.pipe, sampling, on_step=on_step)
+
+    def expect_needs(self, sampling: Sampling) -> None:
+        """Tell what each part will take at this size, so that the first run of it keeps that free.
+
+        Traces a step on the meta device, the first time that a size is sampled: a second or so. Where that cannot be
+        traced, what runs need is learned from them.
+        """
+        from ...memory.tracing import Untraceable
+        from .pipeline_traces import trace_pipeline
+
+        form = replace(sampling, prompt="", negative_prompt="", seed=0, steps=1, guidance=float(sampling.guidance > 1))
+        if form in self.traced or not self.managed.has_devices():
+            return
+        self.traced.add(form)
+        try:
+            calls = trace_pipeline(self.pipe, sampling)
+        except Untraceable:
+            return
+        peaks: dict[str, int] = {}
+        for call in calls:
+            peaks[call.part] = max(peaks.get(call.part, 0), call.peak_bytes)
+        self.managed.expect(peaks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,297 @@
+"""It said so before: what plans of random workflows predict, beside what then happens on simulated devices.
+
+Each case is a workflow of one of the tests' pipelines (Flux, Stable Diffusion and Wan with random weights) at a random
+size on one or two random devices. `highwater plan`'s own call plans it from headers and traces; the placement that it
+prints then runs, on devices of that description. Compared are, of each part: weights and staging memory, which have to
+be equal; activations, of a size that was never seen and of one that was; and the virtual seconds of a forward.
+Simulated devices have neither kernels' workspaces nor fragmented memory, so a card takes more than is shown here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from highwater.headless import simdevice
+from highwater.headless.commands.hardware import DescribedDevice, Hardware
+from highwater.headless.commands.planning import machine_for, rates_of
+from highwater.headless.comfy_stub import folder_paths
+from highwater.headless.comfy_stub.comfy_api import install
+from highwater.memory import MemoryManager, manage
+from highwater.memory.errors import DoesNotFit, InvalidInput
+from highwater.memory.units import GIB, MIB, format_bytes
+
+from .case import Result
+
+NUM_CASES = 200
+SEED = 17
+PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
+STEPS = 4
+# The limits that a ratio of 1 stands for.
+MOST_UNDER, MOST_OVER = 0.05, 0.30
+MOST_SEEN_ELSEWHERE, MOST_SEEN = 0.10, 0.03
+MOST_SECONDS = 0.05
+# Parts that take less beside their weights are of no interest: the allocator's own pieces are as large.
+LEAST_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class Tally:
+    """The worst of what was found, over all cases."""
+
+    num_cases: int = 0
+    num_parts: int = 0
+    num_streaming: int = 0
+    num_large: int = 0
+    num_refused: int = 0
+    unequal: list[str] = field(default_factory=list)
+    under: float = 0.0
+    over: float = 0.0
+    elsewhere: float = 0.0
+    same: float = 0.0
+    seconds: float = 0.0
+    num_oom: int = 0
+    worst: dict[str, str] = field(default_factory=dict)
+
+    def note(self, what: str, value: float, where: str) -> None:
+        if value > getattr(self, what):
+            setattr(self, what, value)
+            self.worst[what] = where
+
+
+def random_case(random: Random) -> tuple[str, dict[str, Any], Hardware]:
+    """Return a pipeline, what is sampled, and the machine."""
+    name = random.choice(PIPELINES)
+    edges = [16 * random.randint(2, 32 if name != "tiny-wan" else 14) for _ in range(2)]
+    frames = 4 * random.randint(0, 3) + 1 if name == "tiny-wan" else 1
+    sampling = {
+        "prompt": "a red fox in the snow",
+        "negative_prompt": "",
+        "width": edges[0],
+        "height": edges[1],
+        "frames": frames,
+        "guidance": random.choice([1.0, 4.0]),
+    }
+    devices = tuple(
+        DescribedDevice(
+            name=f"gpu:{index}",
+            total_bytes=int(random.uniform(24, 160) * MIB),
+            link_bytes_per_s=int(random.uniform(2, 25) * 1e9),
+            flops_per_s=random.uniform(1, 20) * 1e12,
+        )
+        for index in range(random.choice([1, 1, 2]))
+    )
+    return name, sampling, Hardware(devices=devices, host_bytes=8 * GIB)
+
+
+def graph_of(name: str, sampling: dict[str, Any], placement: str) -> dict[str, Any]:
+    load = {"pipeline": name, "profile": "auto", "precision": "as stored", "placement": placement}
+    sample = {"pipeline": ["load", 0], "steps": STEPS, "seed": 1, **sampling}
+    return {
+        "load": {"class_type": "HighwaterLoadPipeline", "inputs": load},
+        "sample": {"class_type": "HighwaterSamplePipeline", "inputs": sample},
+    }
+
+
+def plan_case(name: str, sampling: dict[str, Any], hardware: Hardware, placement: str = "auto") -> Any:
+    from highwater.nodes.pipelines.pipeline_predictions import PipelinePredictor
+    from highwater.nodes.workflow_plans import plan_workflow
+    from highwater.nodes.workflow_reading import read_workflow
+
+    described = read_workflow(graph_of(name, sampling, placement))
+    return plan_workflow(described, machine_for(hardware, {}), PipelinePredictor(rates_of(hardware)))
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run did, by component."""
+
+    device_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    activations: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
+    """Note the virtual seconds of each part's last forward, from its entry to the end of its work."""
+    begun: dict[str, float] = {}
+
+    def now_s() -> float:
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
+        return simdevice.clock_s()
+
+    for name, module in pipe.components.items():
+        if isinstance(module, torch.nn.Module):
+            module.register_forward_pre_hook(lambda *_, name=name: begun.__setitem__(name, now_s()), prepend=True)
+            module.register_forward_hook(lambda *_, name=name: into.__setitem__(name, now_s() - begun[name]))
+
+
+def run_case(name: str, placement: str, samplings: list[dict[str, Any]]) -> list[Measured]:
+    """Load a pipeline as placed and sample each of these in turn; return what each did."""
+    from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
+    from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
+    from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
+
+    manager = MemoryManager()
+    pipe, sources = load_with_sources(ready_pipeline(name))
+    managed = manage(pipe, placement=placement, files=sources, name=name, manager=manager)
+    found = []
+    seconds: dict[str, float] = {}
+    watch_seconds(pipe, seconds)
+    loaded = LoadedPipeline(pipe=pipe, managed=managed)
+    try:
+        for sampling in samplings:
+            one = Measured(seconds=seconds)
+            peaks: dict[str, int] = {}
+            held: dict[str, dict[str, int]] = {}
+            note = watch_needs(manager, peaks, held)
+            loaded.sample(Sampling(steps=STEPS, seed=1, **sampling), on_step=lambda *_: None)
+            note()
+            found.append(replace(one, device_bytes=held, activations=peaks, seconds=dict(seconds)))
+    finally:
+        managed.release()
+    return found
+
+
+def watch_needs(manager: MemoryManager, peaks: dict[str, int], held: dict[str, dict[str, int]]) -> Any:
+    """Note, at the end of each pass, what it needed beside weights and what its component held."""
+    from highwater.memory.manager import calibration, leases
+
+    learn = calibration.learn_needs
+
+    def noting(member: Any, capacity: Any, current: Any, needed: Any) -> None:
+        home = member.managed.primary.name
+        if current.is_completed:
+            peaks[member.name] = max(peaks.get(member.name, 0), needed.get(home, 0))
+            held[member.name] = {
+                share.device: manager.ledger.held(member.id, share.device) for share in member.managed.plan.shares
+            }
+        learn(member, capacity, current, needed)
+
+    leases.learn_needs = noting
+
+    def restore() -> None:
+        leases.learn_needs = learn
+
+    return restore
+
+
+def measure_one(random: Random, tally: Tally, number: int) -> None:
+    name, sampling, hardware = random_case(random)
+    where = f"case {number}: {name} {sampling['width']}x{sampling['height']}x{sampling['frames']} on {hardware}"
+    try:
+        plan = plan_case(name, sampling, hardware)
+    except (DoesNotFit, InvalidInput):
+        tally.num_refused += 1
+        return
+    (planned,) = plan.plans.values()
+    other = {**sampling, "width": 16 * random.randint(2, 12), "height": 16 * random.randint(2, 12)}
+    specs = [
+        simdevice.SimDeviceSpec(
+            total_bytes=device.total_bytes,
+            h2d_bytes_per_s=device.link_bytes_per_s,
+            d2h_bytes_per_s=device.link_bytes_per_s,
+            peer_bytes_per_s=device.link_bytes_per_s,
+            flops_per_s=device.flops_per_s or 1e13,
+        )
+        for device in hardware.devices
+    ]
+    with simdevice.cluster(specs, pinned_bytes=hardware.pinned_bytes):
+        try:
+            first, again, elsewhere = run_case(name, planned.placement, [sampling, sampling, other])
+        except torch.OutOfMemoryError:
+            tally.num_oom += 1
+            tally.worst["num_oom"] = where
+            return
+        compare(tally, where, plan, planned, first, again)
+        compare_elsewhere(tally, where, plan_case(name, other, hardware, planned.placement), elsewhere)
+    tally.num_cases += 1
+
+
+def compare(tally: Tally, where: str, plan: Any, planned: Any, first: Measured, again: Measured) -> None:
+    predicted = {use.use.component: use for use in plan.run.uses}
+    is_large = False
+    for part in planned.components:
+        measured = first.activations.get(part.component)
+        use = predicted.get(part.component)
+        if measured is None or use is None:
+            continue
+        tally.num_parts += 1
+        tally.num_streaming += part.streams
+        at = f"{where}, {part.component}"
+        shares = {share.device: share.device_bytes for share in part.shares}
+        if first.device_bytes[part.component] != shares:
+            tally.unequal.append(f"{at}: planned {shares}, held {first.device_bytes[part.component]}")
+        expected = use.use.activation_bytes
+        if expected is not None and max(measured, expected) >= LEAST_BYTES:
+            tally.note("under", 1 - expected / max(1, measured), at)
+            tally.note("over", expected / max(1, measured) - 1, at)
+            seen = again.activations[part.component]
+            tally.note("same", abs(seen / max(1, measured) - 1), at)
+            is_large |= measured > first.device_bytes[part.component][part.shares[0].device]
+        if use.pass_s is not None and part.component in first.seconds:
+            tally.note("seconds", abs(use.pass_s / first.seconds[part.component] - 1), at)
+    tally.num_large += is_large
+
+
+def compare_elsewhere(tally: Tally, where: str, plan: Any, measured: Measured) -> None:
+    for use in plan.run.uses:
+        expected, found = use.use.activation_bytes, measured.activations.get(use.use.component)
+        if expected is not None and found is not None and max(expected, found) >= LEAST_BYTES:
+            tally.note("elsewhere", abs(expected / max(1, found) - 1), f"{where}, {use.use.component}")
+
+
+def measure(num_cases: int = NUM_CASES) -> Result:
+    from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
+
+    install()
+    simdevice.install("sim", num_devices=2)
+    random, tally = Random(SEED), Tally()
+    with tempfile.TemporaryDirectory() as folder:
+        folder_paths.configure(models=Path(folder), output=Path(folder) / "out")
+        ensure_pipelines(Path(folder) / "diffusers")
+        for number in range(num_cases):
+            measure_one(random, tally, number)
+    return result_of(tally)
+
+
+def result_of(tally: Tally) -> Result:
+    def row(what: str, found: str, limit: str, key: str) -> dict[str, Any]:
+        return {"what": what, "found": found, "limit": limit, "worst": tally.worst.get(key, "")}
+
+    rows = [
+        row("weights and staging not as planned", f"{len(tally.unequal)} of {tally.num_parts} parts", "0", ""),
+        row("activations, size never seen: less than needed", f"{tally.under:.1%}", f"{MOST_UNDER:.0%}", "under"),
+        row("activations, size never seen: more than needed", f"{tally.over:.1%}", f"{MOST_OVER:.0%}", "over"),
+        row("activations, after another size", f"{tally.elsewhere:.1%}", f"{MOST_SEEN_ELSEWHERE:.0%}", "elsewhere"),
+        row("activations, same size again", f"{tally.same:.1%}", f"{MOST_SEEN:.0%}", "same"),
+        row("seconds of a forward", f"{tally.seconds:.1%}", f"{MOST_SECONDS:.0%}", "seconds"),
+        row("out of memory", str(tally.num_oom), "0", "num_oom"),
+    ]
+    worst = max(
+        tally.under / MOST_UNDER,
+        tally.over / MOST_OVER,
+        tally.elsewhere / MOST_SEEN_ELSEWHERE,
+        tally.same / MOST_SEEN,
+        tally.seconds / MOST_SECONDS,
+        float(bool(tally.unequal)) * 2,
+        float(bool(tally.num_oom)) * 2,
+    )
+    return Result(
+        question=(
+            f"What do plans of {tally.num_cases} random workflows say before, beside what happens? "
+            f"({tally.num_parts} parts, {tally.num_streaming} of them streamed; in {tally.num_large} workflows a part "
+            f"takes more beside its weights than they do; {tally.num_refused} more were refused as too large)"
+        ),
+        rows=rows,
+        ratio=worst,
+        meaning="the worst of these over its limit; at most 1",
+        more={"Of weights and staging, not as planned:": [{"where": line} for line in tally.unequal[:10]]}
+        if tally.unequal
+        else {},
+    )
