@@ -21,7 +21,7 @@ def load_image(node: NodeReading) -> Sequence[Any]:
     found = node.reader.image_size(name) if name is not None else None
     size = Size(width=found[0], height=found[1]) if found else None
     why = "" if size else f"size: {node.name.label}: the size of {name!r} is not known" if name else "size: no file"
-    return (Picture(size, is_latent=False, why=why), None)
+    return (Picture(size, is_latent=False, why=why, is_single=True), None)
 
 
 def empty_image(node: NodeReading) -> Sequence[Any]:

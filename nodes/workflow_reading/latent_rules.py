@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .description import DIFFUSION, OTHER, TEXT, VAE, VISION, Call, Size, Tiling
-from .node_values import MAX_NUMBER, Conditioning, NodeReading, Picture, Rule
-from .prompt_rules import apply_patch
+from .description import DIFFUSION, OTHER, VAE, Call, Size, Tiling
+from .node_values import MAX_NUMBER, NodeReading, Picture, Rule
 from .resizing import crop, repeat, resize, same_picture, scale, scaled, stack, take
 
 __all__ = ["LATENT_RULES"]
@@ -33,50 +32,7 @@ def layered_latents(node: NodeReading) -> Sequence[Any]:
     return (Picture(replace(made.size, frames=4 * layers + 1)),)
 
 
-# -- latents and prompts for a video, with images that the VAE encodes
-
-
-def video_latents(
-    images: Sequence[str], outputs: str, node: NodeReading, *, whole: bool = True, once: bool = False, step: int = 8
-) -> Sequence[Any]:
-    """Note what the VAE encodes, and return conditioning and latents.
-
-    Args:
-        images: the inputs that are encoded if they are linked.
-        outputs: a letter for each: p(ositive), n(egative), c: both, l(atents), i(nteger).
-        whole: whether an image is filled up to a video of the full length before it is encoded, or encoded alone.
-        once: whether all images are parts of one video, which is encoded.
-    """
-    length = next((name for name in ("length", "video_frames") if name in node.inputs), None)
-    latents = node.size(length=length, step=step)
-    linked = [name for name in images if node.is_linked(name)]
-    if not node.is_linked("vae"):
-        linked = []
-    for _ in linked[:1] if once else linked:
-        encoded = latents.size if whole or latents.size is None else replace(latents.size, frames=1)
-        node.use(Call.ENCODE, node.held("vae", VAE), wanted="vae", size=Picture(encoded, why=latents.why))
-    made = {
-        "p": node.conditioning("positive") if "p" in outputs else None,
-        "n": node.conditioning("negative") if "n" in outputs else None,
-        "c": Conditioning(),
-        "l": latents,
-        "i": None,
-    }
-    return tuple(made[output] for output in outputs)
-
-
-def image_with_vision(outputs: str, node: NodeReading) -> Sequence[Any]:
-    """Older nodes that encode an image with both a vision model and a VAE."""
-    node.use(
-        Call.ENCODE_VISION, node.held("clip_vision", VISION), wanted="clip_vision", size=node.picture("init_image")
-    )
-    return video_latents(("init_image",), outputs, node, whole=False)
-
-
-def image_to_prompted_video(node: NodeReading) -> Sequence[Any]:
-    """MiniMaxH3ImageToVideo and its like: the prompt, the images and the latents in one node."""
-    node.use(Call.ENCODE_TEXT, node.held("clip", TEXT), wanted="clip", prompt=node.text("prompt"))
-    return video_latents(("first_frame", "last_frame"), "cl", node, whole=False, step=16)
+# -- latents of images
 
 
 def paint_in(node: NodeReading) -> Sequence[Any]:
@@ -169,27 +125,6 @@ EDGES = {"x": "width", "y": "height", "t": "frames"}
 # -- with other models
 
 
-def speak(node: NodeReading) -> Sequence[Any]:
-    """WanInfiniteTalkToVideo: a video after a voice, by a model that is part of the diffusion model."""
-    (model,) = apply_patch(node)
-    return (model, *video_latents(("start_image",), "pnli", node))
-
-
-def extend_sound_video(node: NodeReading) -> Sequence[Any]:
-    latents, length = node.picture("video_latent"), node.whole("length")
-    if latents.size is not None and length:
-        latents = replace(latents, size=replace(latents.size, frames=length))
-    for name in ("ref_image", "control_video"):
-        if node.is_linked(name):
-            node.use(Call.ENCODE, node.held("vae", VAE), wanted="vae", size=latents)
-    return node.conditioning("positive"), node.conditioning("negative"), latents
-
-
-def continue_image(node: NodeReading) -> Sequence[Any]:
-    """ARVideoI2V: a model that goes on from an image, and its latents."""
-    return (node.held("model", DIFFUSION), *video_latents(("start_image",), "l", node, whole=False))
-
-
 def refer_to_sound(node: NodeReading) -> Sequence[Any]:
     """LTXVReferenceAudio: a voice that the model attends to."""
     code_sound(Call.ENCODE, "audio_vae", node)
@@ -237,8 +172,6 @@ def code_sound(call: Call, vae: str, node: NodeReading) -> Sequence[Any]:
     return (Picture(None, is_latent=call is Call.ENCODE, why=why),)
 
 
-WAN = ("start_image", "end_image", "reference_image", "ref_image", "control_video", "pose_video", "face_video")
-ANIMATED = (*WAN, "background_video", "continue_motion", "images", "source_video", "reference_video")
 SAME_LATENT = """
     SetLatentNoiseMask LatentFlip LatentMultiply LatentBatchSeedBehavior LatentApplyOperation SaveLatent RebatchLatents
 """
@@ -268,41 +201,6 @@ LATENT_RULES: dict[str, Rule] = {
         partial(unmeasured, "sound"),
     ),
     "EmptyLatentHunyuan3Dv2": partial(unmeasured, "a shape"),
-    **dict.fromkeys(
-        [
-            "WanImageToVideo",
-            "WanFunControlToVideo",
-            "Wan22FunControlToVideo",
-            "WanCameraImageToVideo",
-            "WanTrackToVideo",
-            "WanMoveTrackToVideo",
-            "WanDancerVideo",
-        ],
-        partial(video_latents, WAN, "pnl"),
-    ),
-    **dict.fromkeys(
-        ("WanFunInpaintToVideo", "WanFirstLastFrameToVideo"), partial(video_latents, WAN, "pnl", once=True)
-    ),
-    "WanVaceToVideo": partial(video_latents, (*WAN, "control_masks"), "pnli"),
-    "WanPhantomSubjectToVideo": partial(video_latents, ANIMATED, "pnnl", whole=False),
-    **dict.fromkeys(
-        ("WanSoundImageToVideo", "WanHuMoImageToVideo", "BerniniConditioning"), partial(video_latents, ANIMATED, "pnl")
-    ),
-    **dict.fromkeys(("WanAnimateToVideo", "WanAnimate2ToVideo"), partial(video_latents, ANIMATED, "pnliii")),
-    "WanSCAILToVideo": partial(video_latents, ANIMATED, "pnli"),
-    "VOIDInpaintConditioning": partial(video_latents, ("video", "quadmask"), "pnl"),
-    "Wan22ImageToVideoLatent": partial(video_latents, WAN, "l", whole=False, step=16),
-    "CosmosImageToVideoLatent": partial(video_latents, WAN, "l"),
-    "CosmosPredict2ImageToVideoLatent": partial(video_latents, WAN, "l"),
-    "HunyuanImageToVideo": partial(video_latents, WAN, "pl", whole=False),
-    "HunyuanVideo15ImageToVideo": partial(video_latents, WAN, "pnl", step=16),
-    "Kandinsky5ImageToVideo": partial(video_latents, WAN, "pnll", whole=False),
-    "LTXVImgToVideo": partial(video_latents, ("image",), "pnl", whole=False, step=32),
-    **dict.fromkeys(
-        ("SVD_img2vid_Conditioning", "SV3D_Conditioning", "StableZero123_Conditioning"),
-        partial(image_with_vision, "ccl"),
-    ),
-    "MiniMaxH3ImageToVideo": image_to_prompted_video,
     "InpaintModelConditioning": paint_in,
     "InstructPixToPixConditioning": edit_pixels,
     "LTXVImgToVideoInplace": partial(guided_latents, "l"),
@@ -320,7 +218,7 @@ LATENT_RULES: dict[str, Rule] = {
     "NormalizeVideoLatentStart": partial(same_picture, "latent"),
     "LatentComposite": partial(same_picture, "samples_to"),
     "AddNoise": partial(same_picture, "latent_image"),
-    "LatentUpscale": partial(resize, "samples", ("width", "height"), 8),
+    "LatentUpscale": partial(resize, "samples", ("width", "height"), 8, smallest=64),
     "LatentUpscaleBy": partial(scale, "samples", "scale_by", 8),
     "LatentCrop": partial(crop, "samples", 8),
     "LatentFromBatch": partial(take, "samples"),
@@ -330,12 +228,8 @@ LATENT_RULES: dict[str, Rule] = {
     "LatentCut": cut,
     "LatentCutToBatch": cut,
     "LatentConcat": join,
-    "WanInfiniteTalkToVideo": speak,
-    "WanSoundImageToVideoExtend": extend_sound_video,
     "WanCameraEmbedding": camera_size,
-    "ARVideoI2V": continue_image,
     "LTXVReferenceAudio": refer_to_sound,
-    "MiniMaxH3ReferenceToVideo": image_to_prompted_video,
     "LTXVLatentUpsampler": upsample,
     "HunyuanVideo15LatentUpscaleWithModel": upsample_to,
     **dict.fromkeys(("VAEEncode", "VAEEncodeForInpaint", "VAEEncodeTiled"), encode),

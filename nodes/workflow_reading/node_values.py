@@ -68,6 +68,8 @@ class Picture:
     size: Size | None
     is_latent: bool = True
     why: str = ""
+    is_single: bool = False
+    """Whether it is one image, whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)

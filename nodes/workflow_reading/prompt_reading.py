@@ -30,6 +30,7 @@ from .node_values import Conditioning, Guide, Held, NodeReading, Passed, Picture
 from .prompt_rules import PROMPT_RULES
 from .sampling_rules import SAMPLING_RULES
 from .value_rules import VALUE_RULES, taken_branch
+from .video_rules import VIDEO_RULES
 
 __all__ = ["RULES", "PromptReader"]
 
@@ -60,6 +61,7 @@ RULES: dict[str, Rule] = {
     **PROMPT_RULES,
     **SAMPLING_RULES,
     **LATENT_RULES,
+    **VIDEO_RULES,
     **IMAGE_RULES,
     **VALUE_RULES,
     "HighwaterWatermark": set_watermark,

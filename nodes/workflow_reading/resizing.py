@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .description import Size
 from .node_values import MAX_NUMBER, NodeReading, Picture
 
 __all__ = ["crop", "repeat", "resize", "same_picture", "scale", "scale_edge", "scaled", "stack", "take"]
@@ -15,23 +16,30 @@ def same_picture(name: str, node: NodeReading) -> Sequence[Any]:
     return (node.picture(name),) * 2
 
 
-def resize(name: str, widths: tuple[str, str], step: int, node: NodeReading) -> Sequence[Any]:
-    """Give a width and a height; where one of both is 0, the shape stays."""
+def resize(name: str, widths: tuple[str, str], step: int, node: NodeReading, *, smallest: int = 1) -> Sequence[Any]:
+    """Give a width and a height; where one of both is 0, the shape stays.
+
+    Args:
+        smallest: what an edge is made at least, unless both are 0.
+    """
     picture = node.picture(name)
     width, height = (node.whole(widget) for widget in widths)
-    if picture.size is None or width is None or height is None:
-        known = width and height  # the rest of a size is the batch, which only the input tells
-        why = picture.why if width is not None and height is not None else f"size: {node.name.label}: width, height"
-        return (replace(picture, size=None, why=why or f"size: {known}"),)
+    if width is None or height is None:
+        widget = widths[width is not None]
+        return (replace(picture, size=None, why=f"size: {node.name.label}: {widget} {node.why_unread(widget)}"),)
     old = picture.size
+    if old is None:
+        if not picture.is_single or not width or not height:
+            return (picture,)
+        old = Size(width=width, height=height)
     if not width and not height:
-        width, height = old.width, old.height
-    elif not width:
-        width = max(step, round(old.width * height / old.height))
+        return (replace(picture, size=old),)
+    if not width:
+        width = round(old.width * max(smallest, height) / old.height)
     elif not height:
-        height = max(step, round(old.height * width / old.width))
-    size = replace(old, width=max(step, width // step * step), height=max(step, height // step * step))
-    return (replace(picture, size=size),)
+        height = round(old.height * max(smallest, width) / old.width)
+    edges = (max(step, max(smallest, edge) // step * step) for edge in (width, height))
+    return (replace(picture, size=replace(old, **dict(zip(("width", "height"), edges, strict=True)))),)
 
 
 def scale(name: str, factor: str, step: int, node: NodeReading) -> Sequence[Any]:

@@ -326,6 +326,16 @@ def test_images_are_encoded_and_their_size_is_asked_for() -> None:
     assert use(found).size is None and "cat.png" in use(found).unknown[0] and not found.unknown
 
 
+def test_one_image_of_unknown_size_has_the_size_that_it_is_given() -> None:
+    scaled = node("ImageScale", image=["image", 0], upscale_method="area", width=640, height=480, crop="center")
+    latent = node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0])
+    image = node("LoadImage", image="cat.png")
+    assert sized(latent, scaled=scaled, image=image) == Size(width=640, height=480)
+    scaled["inputs"]["height"] = 0
+    assert sized(latent, scaled=scaled, image=image) is None
+    assert sized(latent, scaled=scaled, image=node("FancyImages")) is None
+
+
 def test_tiles_of_a_decoder_are_read() -> None:
     decode = node("VAEDecodeTiled", samples=["sample", 0], vae=["vae", 0], tile_size=256, overlap=32,
                   temporal_size=64, temporal_overlap=8)  # fmt: skip
