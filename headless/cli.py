@@ -198,7 +198,7 @@ def run_devices(options: argparse.Namespace) -> int:
     if options.json:
         print_json(answer)
     else:
-        Console().show_devices(answer["devices"], answer["hidden_by"])
+        Console().show_devices(answer["devices"], answer["findings"])
     return 0
 
 

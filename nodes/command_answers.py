@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory.options.placement import AUTO
 from ..memory.options.precision import BY_PROFILE
-from .doctor import HIDING_VARIABLES, driver_devices, examine_comfyui
+from .doctor import examine_comfyui
+from .driver_gpus import driver_gpus, find_nvml
+from .visible_devices import HIDING_VARIABLES, explain_sight, read_sight
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
@@ -23,6 +25,7 @@ __all__ = [
     "describe_profiles",
     "examine_host",
     "findings_text",
+    "host_root",
     "make_tiny_pipelines",
     "plan_models",
     "plans_text",
@@ -40,14 +43,24 @@ def describe_profiles() -> dict[str, Any]:
     return {"profiles": [profile.to_json() for profile in PROFILES.values()]}
 
 
-def describe_devices(manager: MemoryManager, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the devices with total and free bytes, the peers of each, and the variables that hide devices."""
+def describe_devices(
+    manager: MemoryManager, environment: Mapping[str, str], *, is_host: bool = False
+) -> dict[str, Any]:
+    """Return the devices with total and free bytes, the peers of each, and what hides or renumbers devices.
+
+    Args:
+        environment: the variables that decide.
+        is_host: whether this process is a ComfyUI, whose flags decide, too.
+    """
     from ..memory.transfer.devices import find_device, peers_of
 
     reports = manager.device_reports()
+    flags, root = (sys.argv[1:], host_root()) if is_host else (None, None)
+    sight = read_sight(drivers=driver_gpus(nvml=find_nvml()), environment=environment, flags=flags, root=root)
     return {
         "devices": [asdict(report) | {"peers": peers_of(find_device(report.name))} for report in reports],
         "hidden_by": {name: environment[name] for name in HIDING_VARIABLES if name in environment},
+        "findings": [asdict(finding) for finding in explain_sight(sight)],
     }
 
 
@@ -135,15 +148,20 @@ def start_environment() -> dict[str, str]:
     return psutil.Process().environ()
 
 
-def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
-    """Examine this process, a ComfyUI; `highwater doctor` does the same from outside."""
+def host_root() -> Path:
+    """Return the folder of the ComfyUI that this process is."""
     import folder_paths
 
+    return Path(folder_paths.__file__).parent  # --base-directory moves `base_path`
+
+
+def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
+    """Examine this process, a ComfyUI; `highwater doctor` does the same from outside."""
     return examine_comfyui(
-        Path(folder_paths.__file__).parent,  # --base-directory moves `base_path`
+        host_root(),
         flags=sys.argv[1:],
         environment=start_environment(),
-        num_nvidia=driver_devices(),
+        drivers=driver_gpus(nvml=find_nvml()),
         features=features,
         is_dynamic=getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", None),
     )

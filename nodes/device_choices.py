@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from itertools import permutations
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from ..memory.options.placement import AUTO, AUTO_PLACEMENT
 
@@ -31,7 +32,9 @@ __all__ = [
     "fit_placement",
     "fit_profile",
     "missing_devices",
+    "part_placement_choices",
     "placement_choices",
+    "resolve_part_placement",
     "resolve_placement",
     "resolve_watermark_device",
     "watermark_choices",
@@ -39,6 +42,7 @@ __all__ = [
 
 DEFAULT = "default"  # the host's word for "you choose"; the engine's is auto
 ALL = "*"
+CHECKPOINT_KINDS = ("diffusion", "text", "vae")
 HOST = "host"  # the RAM
 DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
 
@@ -118,29 +122,68 @@ def fit_profile(profile: OffloadProfile, text: str) -> tuple[OffloadProfile, lis
 
 
 def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
-    """Return a placement in the engine's form, and what the node has to say about it.
+    """Return the placement of one model in the engine's form, and what the node has to say about it.
 
     Raises:
         InvalidInput: it is no placement on any machine; names the column.
     """
+    parsed, missing = read_placement(placement, placement_choices)
+    if parsed == AUTO_PLACEMENT:
+        return parsed, []
+    if not is_of_one(parsed):
+        refuse_placement(placement, placement_choices())
+    if missing:
+        choices = ", ".join(placement_choices())
+        note = f"placement {placement}: this machine has no {' or '.join(missing)}, so default is used"
+        return AUTO_PLACEMENT, [f"{note}; allowed: {choices}"]
+    return parsed, []
+
+
+def resolve_part_placement(placement: str) -> tuple[Placement, list[str]]:
+    """Return the placement of a checkpoint's parts, as `resolve_placement`: each part may have its own.
+
+    What names a device that is not here is left out: ComfyUI chooses for these parts.
+    """
+    from ..memory.errors import InvalidInput
+
+    parsed, missing = read_placement(placement, part_placement_choices)
+    others = [item.component for item in parsed.items if item.component not in (ALL, *CHECKPOINT_KINDS)]
+    if others:
+        allowed = ", ".join(CHECKPOINT_KINDS)
+        raise InvalidInput(f"placement {placement!r}: a checkpoint has no part {others[0]!r}; allowed: {allowed}")
+    if any(not is_of_one(replace(parsed, items=(replace(item, component="*"),))) for item in parsed.items):
+        refuse_placement(placement, part_placement_choices())
+    if not missing:
+        return parsed, []
+    if [item.component for item in parsed.items] == ["*"]:
+        return resolve_placement(placement)
+    return fit_placement(parsed, placement)
+
+
+def read_placement(placement: str, choices: Callable[[], Choices]) -> tuple[Placement, list[str]]:
+    """Return a placement, and which of its devices are not here."""
     from ..memory.errors import InvalidInput
     from ..memory.options.placement import parse_placement
 
     if placement in (DEFAULT, AUTO):
         return AUTO_PLACEMENT, []
-    choices = f"allowed: {', '.join(placement_choices())}"
     if not isinstance(placement, str):
-        raise InvalidInput(f"placement {placement!r} is not text; {choices}")
+        raise InvalidInput(f"placement {placement!r} is not text; allowed: {', '.join(choices())}")
     here = device_names()
     missing = missing_devices(placement, here)
-    parsed = parse_placement(placement, devices=[*here, *missing])
-    devices = [share.device for share in parsed.items[0].devices]
-    if str(parsed) != "&".join(devices) or len(devices) > 2:
-        raise InvalidInput(f"placement {placement!r} is not one device or two joined by &; {choices}")
-    if missing:
-        note = f"placement {placement}: this machine has no {' or '.join(missing)}, so default is used; {choices}"
-        return AUTO_PLACEMENT, [note]
-    return parsed, []
+    return parse_placement(placement, devices=[*here, *missing]), missing
+
+
+def is_of_one(placement: Placement) -> bool:
+    """Whether a placement is that of one model: at most two devices, and nothing beside."""
+    devices = [share.device for share in placement.items[0].devices]
+    return str(placement) in (AUTO, "&".join(devices)) and len(devices) <= 2
+
+
+def refuse_placement(placement: str, choices: Choices) -> NoReturn:
+    from ..memory.errors import InvalidInput
+
+    raise InvalidInput(f"placement {placement!r} is not one device or two joined by &; allowed: {', '.join(choices)}")
 
 
 def fit_placement(placement: Placement, text: str) -> tuple[Placement, list[str]]:
@@ -161,11 +204,25 @@ class Placements(Choices):
     check = staticmethod(resolve_placement)
 
 
+class PartPlacements(Choices):
+    check = staticmethod(resolve_part_placement)
+
+
 def placement_choices() -> Choices:
     """Return the host's ``default``, every device, and pairs of GPUs in both orders: the first computes the ends."""
+    return Placements(placements_of_one())
+
+
+def part_placement_choices() -> Choices:
+    """Return what `placement_choices` does, and the parts that may have another GPU for themselves."""
+    others = [name for name in device_names() if name not in ("cpu", "gpu:0")]
+    return PartPlacements([*placements_of_one(), *(f"text={other}" for other in others)])
+
+
+def placements_of_one() -> list[str]:
     names = device_names()
     gpus = [name for name in names if name != "cpu"]
-    return Placements([DEFAULT, *names, *(f"{first}&{second}" for first, second in permutations(gpus, 2))])
+    return [DEFAULT, *names, *(f"{first}&{second}" for first, second in permutations(gpus, 2))]
 
 
 # -- what a watermark is for

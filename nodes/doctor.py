@@ -9,21 +9,21 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ..memory.units import format_bytes
+from .driver_gpus import DriverGpu, read_text
 from .dynamic_needs import METHODS, what_is_lost
+from .findings import Finding, flag_value
+from .visible_devices import Sight, explain_sight, read_sight
 
-__all__ = ["HIDING_VARIABLES", "REQUIRED_COMFYUI", "Finding", "driver_devices", "examine_comfyui"]
+__all__ = ["REQUIRED_COMFYUI", "Finding", "examine_comfyui"]
 
 # As ``requires-comfyui`` in pyproject.toml, which is not installed with the package.
 REQUIRED_COMFYUI = (0, 33, 0)
-# What decides which accelerators torch can see at all.
-HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-HIDING_FLAGS = ("--cuda-device", "--default-device", "--directml", "--oneapi-device-selector")
 # Without any of these core uses dynamic VRAM on NVIDIA devices.
 STATIC_FLAGS = ("--disable-dynamic-vram", "--highvram", "--gpu-only", "--novram", "--cpu")
 # What each feature needs of the host: a file, and a name in it.
@@ -67,22 +67,12 @@ MMGP = "moves its models with mmgp: neither ComfyUI nor Highwater can evict them
 OUR_NAME = re.compile(r"""^name\s*=\s*["']highwater(-memory)?["']""", re.MULTILINE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that was looked at; ``remedy`` says what to do about a warning."""
-
-    check: str
-    text: str
-    is_warning: bool = False
-    remedy: str = ""
-
-
 def examine_comfyui(
     root: Path | None,
     *,
     flags: Sequence[str] | None,
     environment: Mapping[str, str],
-    num_nvidia: int,
+    drivers: Sequence[DriverGpu],
     features: Mapping[str, bool | str] | None = None,
     is_dynamic: bool | None = None,
 ) -> dict[str, Any]:
@@ -92,7 +82,7 @@ def examine_comfyui(
         root: ComfyUI's folder, if there is one.
         flags: what it was started with; None: it does not run.
         environment: the variables that decide which devices torch sees.
-        num_nvidia: how many devices NVIDIA's driver has, hidden or not.
+        drivers: the GPUs that drivers have, hidden or not.
         features: what is in effect in the host that asks; read off its files otherwise.
         is_dynamic: whether that host has turned dynamic VRAM on; None: no host asks.
     """
@@ -116,7 +106,8 @@ def examine_comfyui(
             *check_dynamic_vram(root, flags, is_dynamic),
             *check_packs(custom_nodes),
         ]
-    findings += [*check_torch(root), *check_devices(environment, flags, num_nvidia)]
+    sight = read_sight(drivers=drivers, environment=environment, flags=flags, root=root)
+    findings += [*check_torch(root), *check_devices(sight)]
     findings += [*check_sharing(), *check_pinning(), check_return(), check_compiler(environment)]
     findings += [
         Finding(check="features", text=f"{name}: {state}; {WITHOUT_FEATURE[name]}", is_warning=True)
@@ -204,15 +195,6 @@ def list_packs(custom_nodes: Path) -> list[Path]:
     ]
 
 
-def flag_value(flags: Sequence[str] | None, name: str) -> str | None:
-    """Return what follows a flag, as ``--flag value`` or ``--flag=value``; None without it."""
-    for index, flag in enumerate(flags or ()):
-        found, equals, value = flag.partition("=")
-        if found == name:
-            return value if equals else next(iter((flags or ())[index + 1 : index + 2]), "")
-    return None
-
-
 def check_dynamic_vram(root: Path, flags: Sequence[str] | None, is_dynamic: bool | None = None) -> list[Finding]:
     """Say whether models can be dynamic, and what this version of comfy-aimdo cannot do for them."""
     version = installed_version("comfy-aimdo", root)
@@ -279,29 +261,12 @@ def check_torch(root: Path | None) -> list[Finding]:
     return [Finding(check="torch", text=text)]
 
 
-def check_devices(environment: Mapping[str, str], flags: Sequence[str] | None, num_nvidia: int = 0) -> list[Finding]:
-    """List what torch sees, and what hides the rest."""
+def check_devices(sight: Sight) -> list[Finding]:
+    """List what torch sees, and what hides or renumbers the rest."""
     from ..memory.transfer.devices import list_devices
 
-    devices = list_devices()
-    shown = ", ".join(f"{device.name} {format_bytes(device.total_bytes())}" for device in devices)
-    findings = [Finding(check="devices", text=shown)]
-    if num_nvidia > len(devices) - 1:
-        findings.append(
-            Finding(
-                check="devices",
-                text=f"the driver has {num_nvidia} NVIDIA devices, but torch sees {len(devices) - 1}",
-                is_warning=True,
-                remedy="remove what hides them (listed below), or install a torch build that supports them",
-            )
-        )
-    hiding = [f"{name}={environment[name]!r}" for name in HIDING_VARIABLES if name in environment]
-    hiding += [f"{flag} {value}" for flag in HIDING_FLAGS if (value := flag_value(flags, flag)) is not None]
-    findings += [Finding(check="devices", text=f"{hider} selects the devices that torch sees") for hider in hiding]
-    if sys.platform == "win32" and num_nvidia > 1:
-        text = "on Windows ComfyUI uses only the first device, unless started with --cuda-device all"
-        findings.append(Finding(check="devices", text=text))
-    return findings
+    shown = ", ".join(f"{device.name} {format_bytes(device.total_bytes())}" for device in list_devices())
+    return [Finding(check="devices", text=shown), *explain_sight(sight)]
 
 
 def check_sharing() -> list[Finding]:
@@ -311,12 +276,6 @@ def check_sharing() -> list[Finding]:
     from ..memory.transfer.devices import list_devices
 
     return [Finding(check="sharing", **asdict(state)) for state in describe_sharing(list_devices(), shared_folder())]
-
-
-def driver_devices() -> int:
-    """Return how many devices NVIDIA's driver has, hidden or not, as Linux lists them; 0 elsewhere."""
-    listed = Path("/proc/driver/nvidia/gpus")
-    return len(list(listed.iterdir())) if listed.is_dir() else 0
 
 
 def check_pinning() -> list[Finding]:
@@ -373,11 +332,3 @@ def check_compiler(environment: Mapping[str, str]) -> Finding:
         is_warning=True,
         remedy=remedy,
     )
-
-
-def read_text(path: Path) -> str:
-    """Return what a file says, or nothing if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -209,7 +209,11 @@ def answer_schemas() -> dict[str, Schema]:
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
         "/highwater/profiles": record({"profiles": listed(PROFILE)}),
         "/highwater/devices": record(
-            {"devices": listed(record({**device["properties"], "peers": listed(NAME)})), "hidden_by": mapped(NAME)}
+            {
+                "devices": listed(record({**device["properties"], "peers": listed(NAME)})),
+                "hidden_by": mapped(NAME),
+                "findings": listed(schema_of(Finding)),
+            }
         ),
         "/highwater/plan": record({"plans": mapped(PLAN), "text": NAME}),
         "/highwater/doctor": record(

@@ -132,7 +132,7 @@ def make_routes(
         return set_default_profile(body)
 
     def tell_devices() -> dict[str, Any]:
-        return asked().describe_devices(manager(), asked().start_environment())
+        return asked().describe_devices(manager(), asked().start_environment(), is_host=examine is None)
 
     def tell_findings() -> dict[str, Any]:
         return asked().examine_host(host_features()) if examine is None else examine()

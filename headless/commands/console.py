@@ -94,7 +94,8 @@ class Console:
             for line in section.lines:
                 self.say(f"  {line}")
 
-    def show_devices(self, devices: list[dict[str, Any]], hiding: Mapping[str, str]) -> None:
+    def show_devices(self, devices: list[dict[str, Any]], findings: list[dict[str, Any]]) -> None:
+        """Print the devices, a row each, then what hides or renumbers any, and the remedy."""
         table = self.table("device", "total", "free", "keep free (low, high)", "peer access", numbers=4)
         for device in devices:
             mark = device["watermark"]
@@ -109,8 +110,8 @@ class Console:
                 ", ".join(device["peers"]) or "-",
             )
         self.out.print(table)
-        for name, value in hiding.items():
-            self.say(f"{name}={value!r} selects the devices that torch sees")
+        for finding in findings:
+            self.say(f"{finding['text']}{finding['remedy'] and ': '}{finding['remedy']}")
         if len(devices) == 1:
             self.say("no accelerator found; --devices simulates one")
 

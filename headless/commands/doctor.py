@@ -10,7 +10,8 @@ from typing import Any
 
 from ...memory.errors import InvalidInput
 from ...memory.manager.needs_file import FILE_NAME, cache_path
-from ...nodes.doctor import driver_devices, examine_comfyui
+from ...nodes.doctor import examine_comfyui
+from ...nodes.driver_gpus import DriverGpu, driver_gpus, find_nvml, from_listing
 
 __all__ = ["examine", "find_comfyui", "find_needs_files"]
 
@@ -27,7 +28,7 @@ def examine(named: Path | None, environment: Mapping[str, str]) -> dict[str, Any
     """
     root = find_comfyui(named, environment)
     flags = running_flags(root) if root is not None else None
-    return examine_comfyui(root, flags=flags, environment=environment, num_nvidia=count_nvidia())
+    return examine_comfyui(root, flags=flags, environment=environment, drivers=list_drivers())
 
 
 def find_comfyui(named: Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -79,15 +80,14 @@ def running_flags(root: Path) -> list[str] | None:
     return None
 
 
-def count_nvidia() -> int:
-    """Return how many devices NVIDIA's driver has, hidden or not; 0 where neither it nor its tool tells."""
-    if listed := driver_devices():
-        return listed
+def list_drivers() -> tuple[DriverGpu, ...]:
+    """Return the GPUs that drivers have, hidden or not; asks ``nvidia-smi`` where nothing else tells of NVIDIA's."""
+    found = driver_gpus(nvml=find_nvml())
     tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
+    if tool is None or any(gpu.vendor == "nvidia" for gpu in found):
+        return found
     try:
         listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        return found
+    return (*from_listing(listed.stdout), *found)

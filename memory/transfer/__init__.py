@@ -17,6 +17,7 @@ __all__, __getattr__ = lazy_names(
             "HostMemory",
             "find_device",
             "list_devices",
+            "list_doubles",
             "peers_of",
         ],
         "pinned_memory": [

@@ -28,6 +28,7 @@ __all__ = [
     "HostMemory",
     "find_device",
     "list_devices",
+    "list_doubles",
     "peers_of",
 ]
 
@@ -340,18 +341,26 @@ class Device:
 CPU = Device("cpu", torch.device("cpu"))
 
 
+def seen_devices() -> list[Device]:
+    """Return every accelerator that torch sees, a card twice where torch sees it twice."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if accelerator is not None else 0
+    return [Device(f"gpu:{index}", torch.device(accelerator.type, index)) for index in range(count) if accelerator]
+
+
+def list_doubles() -> dict[str, str]:
+    """Return the accelerators that are a card which an earlier one is already, and the name of that one."""
+    seen = seen_devices()
+    return find_doubles(device.facts() for device in seen) if len(seen) > 1 else {}
+
+
 def list_devices() -> tuple[Device, ...]:
     """Return the CPU, then every accelerator that torch sees; a card that it sees twice only once.
 
     Allocates no device memory.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return (CPU,)
-    count = torch.accelerator.device_count()
-    found = [Device(f"gpu:{index}", torch.device(accelerator.type, index)) for index in range(count)]
-    doubles = find_doubles(device.facts() for device in found) if count > 1 else {}
-    return CPU, *(device for device in found if device.name not in doubles)
+    doubles = list_doubles()
+    return CPU, *(device for device in seen_devices() if device.name not in doubles)
 
 
 def find_device(name: str) -> Device:

@@ -10,7 +10,14 @@ from comfy_api.latest import io
 from ...memory.options.placement import AUTO
 from ...memory.options.precision import DEFAULT_PRECISION
 from ..default_profile import chosen_profile, profile_fingerprint
-from ..device_choices import DEFAULT, fit_profile, placement_choices, resolve_placement
+from ..device_choices import (
+    DEFAULT,
+    fit_profile,
+    part_placement_choices,
+    placement_choices,
+    resolve_part_placement,
+    resolve_placement,
+)
 from ..precision import options_input
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
@@ -30,7 +37,7 @@ def request_inputs(*, optional: bool = False, is_several: bool = False) -> list[
     """Return the inputs that every node for a model ends with; lists devices, touches none.
 
     Args:
-        is_several: for a node that loads several components, which may rest in a precision each.
+        is_several: for a node that loads several components, which may have a precision and a placement each.
         optional: for a node that has optional inputs of its own: the page puts those last otherwise.
     """
     return [
@@ -39,11 +46,12 @@ def request_inputs(*, optional: bool = False, is_several: bool = False) -> list[
         io.Combo.Input(
             "placement",
             optional=optional,
-            options=placement_choices(),
+            options=part_placement_choices() if is_several else placement_choices(),
             default=DEFAULT,
             tooltip=(
                 "Where the model computes. default: ComfyUI chooses. gpu:0&gpu:1: splits its blocks over two devices. "
                 "If this machine lacks the device, default is used, and the node says so."
+                + (" text=gpu:1: that part there, the others where ComfyUI chooses." if is_several else "")
             ),
         ),
         io.Combo.Input(
@@ -110,6 +118,7 @@ def check_texts(*, profile: str | None = None, precision: str | None = None) -> 
 def read_request(
     node: type[io.ComfyNode],
     *,
+    is_several: bool = False,
     profile: str = AUTO,
     precision: str = DEFAULT_PRECISION.name,
     placement: str = DEFAULT,
@@ -121,6 +130,9 @@ def read_request(
 
     A linked watermark is set now.
 
+    Args:
+        is_several: as of `request_inputs`.
+
     Raises:
         InvalidInput: a linked widget gave what the check before the run would have refused.
     """
@@ -130,7 +142,7 @@ def read_request(
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
     asked, notes = fit_profile(*chosen_profile(profile))
-    resolved, more_notes = resolve_placement(placement)
+    resolved, more_notes = (resolve_part_placement if is_several else resolve_placement)(placement)
     if watermark is not None:
         more_notes = [*more_notes, *watermark.apply()]
     request = Request(

@@ -219,7 +219,7 @@ class HighwaterLoadCheckpoint(ModelNode):
     def execute(cls, ckpt_name: str, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        request, notes = read_request(cls, **asked)
+        request, notes = read_request(cls, is_several=True, **asked)
         request = replace(request, profile=request.profile.for_all_together(accelerator_names()))
         model, clip, vae = load_file("checkpoints", ckpt_name, host.load_checkpoint, request)
         notes += [

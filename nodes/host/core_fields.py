@@ -143,9 +143,11 @@ def move_adapter(guide: Any, device: torch.device) -> None:
 
 
 def move_guide(guide: Any, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Give a ControlNet of ours a patcher for another device, where it computes in a dtype of that device."""
+    """Give a ControlNet a patcher for another device, where it computes in a dtype of that device."""
     patcher = guide.control_model_wrapped.clone()
     set_device(patcher, device)
+    if hasattr(patcher, "register_load_device"):  # a dynamic one
+        patcher.register_load_device(device)
     patcher.force_cast_weights = dtype is not None
     set_control(guide, patcher)
     guide.manual_cast_dtype, guide.cond_hint = dtype, None

@@ -29,6 +29,7 @@ from .byte_budgets import BUDGET, Budget, budget_of, text_of
 from .core_fields import NOTE
 from .core_loading import set_callbacks
 from .dynamic_models import DynamicModel, attach_to_core, core_memory, dynamic_model_of, is_dynamic
+from .guides import bring_guides
 from .hosted import Request
 from .unmanaged import leave_to_core
 
@@ -130,6 +131,8 @@ def steer(patcher: ModelPatcher, request: Request, *, name: str, kind: str, note
     budget = Budget(request=request, name=name, kind=kind, workflow_id=open_workflow_id())
     patcher.set_attachments(BUDGET, budget)
     set_callbacks(patcher, KEY, CALLBACKS)
+    if kind == "diffusion":
+        bring_guides(patcher)
     component = dynamic_model_of(patcher)
     component.see(patcher)
     shared = component.ask(patcher, budget)

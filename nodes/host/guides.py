@@ -3,6 +3,9 @@
 Core sends a ControlNet to its default device. Where the model is elsewhere, core adds what it hears from the ControlNet
 in a ``try`` that catches everything: the picture comes out without it. So before each sampling run our diffusion models
 look at what guides them (core's PREPARE_SAMPLING wrapper): what is ours follows, what is not is refused.
+
+[Note: dynamic guides] A layer of a dynamic model has its place in the range of the device on which core loaded it
+first, and core never gives it another. So a dynamic ControlNet of ours follows a model until it is loaded, then stays.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from comfy.patcher_extension import WrappersMP
 
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import device_name
+from .byte_budgets import budget_of
 from .core_fields import cast_in_forwards, move_adapter, move_guide
-from .hosted import hosted_of
+from .dynamic_models import is_dynamic
+from .hosted import Request, hosted_of, is_cpu
 
 __all__ = ["bring_guides", "refuse_inputs_elsewhere"]
 
@@ -72,7 +77,7 @@ def bring(guide: Any, model: ModelPatcher) -> None:
     """Make a ControlNet compute on the model's device.
 
     Raises:
-        InvalidInput: it was asked to be elsewhere, or is core's and stays elsewhere.
+        InvalidInput: it was asked to be elsewhere, or is core's, or cannot leave where it is.
     """
     here = model.load_device
     if hasattr(guide, "t2i_model"):  # moved by core itself, to the device that is written on it
@@ -81,20 +86,34 @@ def bring(guide: Any, model: ModelPatcher) -> None:
         return
     patcher = getattr(guide, "control_model_wrapped", None)
     there = patcher.load_device if patcher is not None else comfy.model_management.get_torch_device()
-    if device_name(there) == device_name(here):
+    ours = request_of(patcher)
+    first = next(iter(patcher.model.dynamic_vbars), here) if ours is not None and is_dynamic(patcher) else here
+    if device_name(there) == device_name(here) == device_name(first):
         return
-    ours = getattr(patcher, "hosted", None)
-    if ours is not None and not ours.request.devices:
+    if patcher is None:  # a ControlLora: core builds it from the model's weights, on its default device
+        remedy = f"set the model's placement to {device_name(there)}"
+    elif ours is None:
+        remedy = f"load it with Highwater's Load ControlNet, or set the model's placement to {device_name(there)}"
+    elif ours.devices:
+        remedy = f"set its placement to default or {device_name(here)}"
+    elif device_name(first) != device_name(here) or (is_dynamic(patcher) and is_cpu(here)):
+        there = first if device_name(first) != device_name(here) else there
+        remedy = "set the engine of its Load ControlNet to blocks, which follows every model"
+    else:
         move_guide(guide, here, comfy.model_management.unet_manual_cast(guide.control_model.dtype, here))
         return
     places = f"computes on {device_name(there)}, but the model that it guides computes on {device_name(here)}"
-    if ours is not None:
-        remedy = f"set its placement to default or {device_name(here)}"
-    elif patcher is not None:
-        remedy = f"load it with Highwater's Load ControlNet, or set the model's placement to {device_name(there)}"
-    else:  # a ControlLora: core builds it from the model's weights, on its default device
-        remedy = f"set the model's placement to {device_name(there)}"
     raise InvalidInput(f"{title_of(patcher or guide)} {places}; allowed: the same device; {remedy}")
+
+
+def request_of(patcher: ModelPatcher | None) -> Request | None:
+    """Return what our loader was asked for with a ControlNet; None for core's own and for one without a patcher."""
+    if patcher is None:
+        return None
+    hosted, budget = hosted_of(patcher.model), budget_of(patcher)
+    if hosted is not None:
+        return hosted.request
+    return budget.request if budget is not None else None
 
 
 def reads_weights(guide: Any) -> bool:

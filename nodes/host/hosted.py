@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import comfy.model_management
@@ -54,6 +54,11 @@ class Request:
     def devices(self) -> tuple[str, ...]:
         """The devices that it names, the first computes the ends; none where core chooses."""
         return tuple(share.device for share in self.placement.items[0].devices)
+
+    def of_part(self, kind: str) -> Request:
+        """Return what it asks for a checkpoint's part of this kind: its placement alone differs from other parts'."""
+        item = replace(self.placement.item_for("", kind), component="*")
+        return replace(self, placement=Placement(items=(item,)))
 
 
 class Token:

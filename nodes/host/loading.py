@@ -22,7 +22,6 @@ from .core_fields import set_clip, set_control, set_device, set_reload, set_vae,
 from .dynamic import steer
 from .dynamic_models import is_dynamic
 from .engines import choose_engine
-from .guides import bring_guides
 from .hosted import PARTS, Request, hosted_of, patcher_of
 from .load_device import load_device_for
 from .private_weights import record_dtypes_of_vision
@@ -211,31 +210,29 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
     """Load a checkpoint file: model, text encoder and VAE; what it lacks is as `read_checkpoint` returns it."""
     check_file(path)
     name = Path(path).stem
-    kinds = {f"{name}/{part}": kind for kind, part in PARTS.items()}
-    choices = [choose_engine(request, name=part, kind=kind) for part, kind in kinds.items()]
+    own = {kind: request.of_part(kind) for kind in PARTS}
+    choices = [choose_engine(own[kind], name=f"{name}/{part}", kind=kind) for kind, part in PARTS.items()]
     choice = next((each for each in choices if not each.is_dynamic), choices[0])  # core loads all parts alike
     with read_by(partial(read_checkpoint, path), [path], dynamic=choice.is_dynamic) as ((model, clip, vae), reading):
         if is_dynamic(model) and choice.is_dynamic:
-            model = steer_new(model, request, name=f"{name}/model", kind="diffusion")
+            model = steer_new(model, own["diffusion"], name=f"{name}/model", kind="diffusion")
             if patcher_of(clip) is not None:
-                set_clip(clip, steer_new(clip.patcher, request, name=f"{name}/clip", kind="text"))
+                set_clip(clip, steer_new(clip.patcher, own["text"], name=f"{name}/clip", kind="text"))
             if patcher_of(vae) is not None:
-                set_vae(vae, steer_new(vae.patcher, request, name=f"{name}/vae", kind="vae"))
+                set_vae(vae, steer_new(vae.patcher, own["vae"], name=f"{name}/vae", kind="vae"))
             return model, clip, vae
         refused: list[str] = []
+        how: dict[str, Any] = {"notes": choice.notes, "reading": reading}
         with collecting(refused):
-            model = adopt(
-                model, name=f"{name}/model", kind="diffusion", request=request, notes=choice.notes, reading=reading
-            )
+            model = adopt(model, name=f"{name}/model", kind="diffusion", request=own["diffusion"], **how)
             set_reload(model, reload_checkpoint, (path, request), 0)
         if patcher_of(clip) is not None:
             with collecting(refused):
-                how = {"request": request, "notes": choice.notes, "reading": reading}
-                set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", **how))
+                set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", request=own["text"], **how))
                 set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
         if patcher_of(vae) is not None:
             with collecting(refused):
-                adopt_vae(vae, f"{name}/vae", request, notes=choice.notes, reading=reading)
+                adopt_vae(vae, f"{name}/vae", own["vae"], **how)
                 set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
         if refused:
             raise InvalidInput("; ".join(dict.fromkeys(refused)))
@@ -301,7 +298,6 @@ def steer_new(patcher: ModelPatcher, request: Request, *, name: str, kind: str) 
         set_device(patcher, device)
         patcher.register_load_device(device)
         if kind == "diffusion":
-            bring_guides(patcher)
             compute_here(patcher, device)
     return steer(patcher, request, name=name, kind=kind, notes=notes)
 

@@ -18,6 +18,7 @@ from .dynamic import steer
 from .dynamic_models import is_dynamic
 from .engines import choose_engine, text_of_off
 from .hosted import DYNAMIC, UNLIMITED_BYTES, Request, patcher_of
+from .load_device import placement_without_effect
 from .model_names import name_of
 from .patcher import HighwaterPatcher
 from .unmanaged import leave_to_core
@@ -66,7 +67,8 @@ def manage_patcher(patcher: ModelPatcher, *, kind: str, request: Request) -> Mod
         if reason is None and source is None:
             reason = "its loader does not say how to load it again (cached_patcher_init)"
         if reason is not None:
-            return annotate(carried, "; ".join([*notes, f"not managed: {reason}"]))
+            without = placement_without_effect(request, patcher.load_device)
+            return annotate(carried, "; ".join([*notes, f"not managed: {reason}{without}"]))
     elif reason is not None:
         return leave_to_core(carried, reason, name=name, kind=kind, request=request)
     else:

@@ -23,6 +23,7 @@ from . import aimdo
 from .core_fields import NOTE
 from .core_loading import ByModel, entry_of, is_needed_by_load, loading, set_callbacks, unload
 from .hosted import Request, is_cpu
+from .load_device import placement_without_effect
 from .node_results import result_of
 
 __all__ = ["UnmanagedModel", "is_unmanaged", "leave_to_core", "see_model", "while_core_loads"]
@@ -246,5 +247,6 @@ def leave_to_core(
     stays = f"{weights} of it are counted, and it leaves for others while it is idle"
     static = "; ComfyUI's dynamic VRAM does not move it, and takes dynamic models off the device for it"
     told = f"not managed: {reason}; {stays}{static if aimdo.is_on() else ''}"
+    told += placement_without_effect(request, patcher.load_device)
     patcher.set_attachments(NOTE, "; ".join([*notes, told]))
     return patcher

@@ -143,16 +143,12 @@ def test_flags_are_read_in_both_forms(flags: list[str] | None, value: str | None
     assert doctor.flag_value(flags, "--base-directory") == value
 
 
-def test_what_hides_devices_is_named() -> None:
-    findings = doctor.check_devices({"CUDA_VISIBLE_DEVICES": "1"}, ["--cuda-device", "0"])
-    texts = [finding.text for finding in findings]
-    assert "CUDA_VISIBLE_DEVICES='1' selects the devices that torch sees" in texts
-    assert "--cuda-device 0 selects the devices that torch sees" in texts
-
-
-def test_a_device_that_torch_does_not_see_is_a_warning() -> None:
-    (warning,) = (finding for finding in doctor.check_devices({}, None, 99) if finding.is_warning)
-    assert warning.text.startswith("the driver has 99 NVIDIA devices, but torch sees ")
+def test_what_hides_devices_is_named(comfyui: Path) -> None:
+    """`test_visible_devices` has what is said of every flag and variable."""
+    findings = examine(comfyui, {"CUDA_VISIBLE_DEVICES": "1"})["findings"]
+    (found,) = (finding for finding in findings if "CUDA_VISIBLE_DEVICES" in finding["text"])
+    assert found["check"] == "devices" and found["text"].startswith("CUDA_VISIBLE_DEVICES='1' ")
+    assert found["remedy"].startswith("start without the variable CUDA_VISIBLE_DEVICES")
 
 
 def test_no_compiler_is_a_warning() -> None:

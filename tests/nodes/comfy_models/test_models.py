@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -368,7 +369,8 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
 def test_a_placement_for_no_machine_is_refused_before_the_run(two_gpus: None, placement: Any, said: str) -> None:
     """By the host's check of combos: a node's own would be shown on every input that it names."""
     for name in NODES:
-        assert placement not in inputs_of(name)["placement"].options["options"]
+        is_of_parts = name == "LoadCheckpoint" and placement in ("diffusion=gpu:0", "gpu:0,vae=cpu")
+        assert (placement in inputs_of(name)["placement"].options["options"]) == is_of_parts
     with pytest.raises(InvalidInput) as caught:  # a link may give it
         device_choices.resolve_placement(placement)
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -449,7 +451,46 @@ def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
     assert device_choices.placement_choices() == expected
     for name in NODES:
         options = inputs_of(name)["placement"].options
-        assert (options["options"], options["default"]) == (expected, "default")
+        own = ["text=gpu:1"] if name == "LoadCheckpoint" else []
+        assert (options["options"], options["default"]) == ([*expected, *own], "default")
+
+
+@pytest.mark.parametrize(
+    ("placement", "resolved", "said"),
+    [
+        ("default", "auto", []),
+        ("text=gpu:1", "text=gpu:1", []),
+        ("dit=cuda:0&gpu:1, clip=gpu:1, vae=cpu", "diffusion=gpu:0&gpu:1,text=gpu:1,vae=cpu", []),
+        ("gpu:1,text=auto", "gpu:1,text=auto", []),
+        ("gpu:1&gpu:0", "gpu:1&gpu:0", []),
+        ("text=gpu:7,vae=gpu:1", "vae=gpu:1", ["no gpu:7, so what names it is left out; it has cpu, gpu:0, gpu:1"]),
+        ("gpu:0&gpu:7", "auto", ["this machine has no gpu:7, so default is used"]),
+    ],
+)
+def test_the_parts_of_a_checkpoint_have_placements_of_their_own(
+    two_gpus: None, placement: str, resolved: str, said: list[str]
+) -> None:
+    found, notes = device_choices.resolve_part_placement(placement)
+    assert str(found) == resolved
+    assert len(notes) == len(said) and all(word in note for word, note in zip(said, notes, strict=True))
+    assert placement in device_choices.part_placement_choices()
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        ("text=gpu:1@", "column"),
+        ("text=gpu:1:disk", "is not one device or two joined by &; allowed: default, cpu, gpu:0"),
+        ("vae=cpu,text=gpu:0&gpu:1@30%", "is not one device or two"),
+        ("control=gpu:1", "a checkpoint has no part 'control'; allowed: diffusion, text, vae"),
+        ("text=gpu:1,te=gpu:0", "'text' is placed twice"),
+        (7, "is not text; allowed: default"),
+    ],
+)
+def test_a_wrong_placement_of_parts_is_refused(two_gpus: None, placement: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(words)):
+        device_choices.resolve_part_placement(placement)
+    assert placement not in device_choices.part_placement_choices()
 
 
 def test_nodes_for_comfyuis_models_are_listed_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,12 @@ declare namespace Highwater {
         peers: string[];
       }[];
       hidden_by: Record<string, string>;
+      findings: {
+        check: string;
+        text: string;
+        is_warning: boolean;
+        remedy: string;
+      }[];
     };
     plan: {
       plans: Record<string, {
