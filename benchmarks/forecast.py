@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from highwater.headless import simdevice
-from highwater.headless.commands.hardware import DescribedDevice, Hardware
-from highwater.headless.commands.planning import machine_for, rates_of
 from highwater.headless.comfy_stub import folder_paths
 from highwater.headless.comfy_stub.comfy_api import install
+from highwater.headless.commands.hardware import DescribedDevice, Hardware
+from highwater.headless.commands.planning import machine_for, rates_of
 from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import DoesNotFit, InvalidInput
-from highwater.memory.units import GIB, MIB, format_bytes
+from highwater.memory.units import GIB, MIB
 
 from .case import Result
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..memory.errors import InvalidInput
+from ..memory.manager.module_plans import with_file
 from ..memory.model_loading import load_model
 from ..memory.options.placement import parse_placement
 from ..memory.options.precision import PrecisionRequest, parse_precision
@@ -75,13 +76,28 @@ def plan_pipeline(
 
 
 def describe_pipeline(folder: Path) -> list[Component]:
-    """Return the components of a pipeline folder. Raises `InvalidInput` as `check_pipeline`."""
-    from .pipelines.pipeline_folders import check_pipeline, weights_files
+    """Return the components of a pipeline folder as they will be loaded, from its configs and headers.
 
-    return [
-        describe(weights_files(folder / name) or sorted((folder / name).glob("*.safetensors")), name)
-        for name in check_pipeline(folder)
-    ]
+    Imports diffusers. Raises `InvalidInput` as `load_pipeline`.
+    """
+    from torch import nn
+
+    from .pipelines.diffusers_pipelines import find_sources, load_pipeline
+
+    pipe = load_pipeline(folder, without_weights=True)
+    sources = find_sources(pipe, folder)
+    found = []
+    for name, module in pipe.components.items():
+        if not isinstance(module, nn.Module):
+            continue
+        described = component_from_module(module, name=name)
+        if name in sources:
+            sources[name].alias_tied(described)
+            described = with_file(described, sources[name], is_trusted=True)
+        else:  # of quantized files
+            described = describe(sorted((folder / name).glob("*.safetensors")), name)
+        found.append(described)
+    return found
 
 
 def describe_files(paths: Sequence[Path]) -> Component:

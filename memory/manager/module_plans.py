@@ -29,7 +29,7 @@ from ..weights.quantized_leaves import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource
 
-__all__ = ["Draft", "bytes_in_ram", "plan_modules"]
+__all__ = ["Draft", "bytes_in_ram", "plan_modules", "with_file"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ __all__, __getattr__ = lazy_names(
             "PipelineType",
         ],
         "pipeline_folders": ["check_pipeline", "find_pipeline", "weights_files"],
-        "pipeline_traces": ["trace_pipeline"],
+        "pipeline_traces": ["trace_folder", "trace_pipeline"],
         "sampling": ["LoadedPipeline"],
         "tiny_pipelines": ["ensure_pipelines"],
         "verify": ["HighwaterVerifyPipeline"],

@@ -36,8 +36,11 @@ TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' t
 # Where the tokenizers of transformers, in Rust, have the error that they end with; it is no `Exception`.
 PANICS = "pyo3_runtime"
 
+# What transformers keeps in float32 in every dtype; what it lists where diffusers does, only beside float16.
+KEPT_STRICTLY = "_keep_in_fp32_modules_strict"
 
-def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None, *, has_weights: bool = True) -> Any:
+
+def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None, *, without_weights: bool = False) -> Any:
     """Load a pipeline into host memory, each component in the dtype of its file; never asks the network.
 
     The folder names classes, and nothing else of it may choose what runs ([Note: downloaded folders] in
@@ -45,7 +48,7 @@ def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None, *, has
 
     Args:
         places: other folders for components, by name.
-        has_weights: read the weights. Without, each is its shape and dtype on the meta device: to look at, or to trace.
+        without_weights: for its models to have forms of weights only, on the meta device; no weight is read.
 
     Raises:
         InvalidInput: diffusers is not installed or too old, or the folder is not one that it can load in full.
@@ -66,7 +69,7 @@ def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None, *, has
                     (places or {}).get(name, folder / name),
                     find_component_class(origin, named_by, name),
                     dtypes.get(name),
-                    has_weights=has_weights,
+                    without_weights=without_weights,
                 )
                 for name, origin in taken_components(pipeline_class, folder, index).items()
             }
@@ -158,7 +161,7 @@ def taken_components(pipeline_class: Any, folder: Path, index: dict[str, Any]) -
     return {name: origins[name] for name in origins if any(name == parameter.name for parameter in parameters)}
 
 
-def load_component(place: Path, component_class: Any, dtype: str | None, *, has_weights: bool) -> Any:
+def load_component(place: Path, component_class: Any, dtype: str | None, *, without_weights: bool = False) -> Any:
     """Load one component of a pipeline from its folder; one with weights has a dtype.
 
     Raises:
@@ -174,7 +177,9 @@ def load_component(place: Path, component_class: Any, dtype: str | None, *, has_
             raise InvalidInput(
                 f"{place / MODEL_CONFIG}: no such file; expected the config of {component_class.__name__}"
             )
-        return load_model(place, component_class, dtype) if has_weights else build_model(place, component_class, dtype)
+        if without_weights:
+            return build_without_weights(place, component_class, dtype)
+        return load_model(place, component_class, dtype)
     # Those two look for other classes by names in their files; the rest have no such argument.
     remote = (
         {"trust_remote_code": False} if issubclass(component_class, PreTrainedTokenizerBase | ProcessorMixin) else {}
@@ -226,15 +231,30 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
     return model
 
 
-def build_model(place: Path, model_class: Any, dtype: str) -> Any:
-    """Return a model whose weights are shapes on the meta device. Raises `InvalidInput` if its config does not fit."""
+def build_without_weights(place: Path, model_class: Any, dtype: str) -> Any:
+    """Build one model of a pipeline with weights on the meta device, in the dtypes that they would be loaded in."""
     import torch
+    import transformers
 
-    from ...memory.model_class import build_on_meta
+    from ...memory.model_class import bounded_parameters, build_on_meta
+    from ...memory.weights.untrusted_config import read_config_file
 
-    config = place / MODEL_CONFIG
-    model = build_on_meta(model_class, read_json(config), config)
-    return model.to(getattr(torch, dtype)).eval()
+    num_stored = sum(map(count_tensors, place.glob("*.safetensors")))
+    config, default = read_config_file(place / MODEL_CONFIG), torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))  # as the libraries do: buffers get it too
+    try:
+        with bounded_parameters(num_stored, place):
+            model = build_on_meta(model_class, config, place)
+    finally:
+        torch.set_default_dtype(default)
+    wide = set(getattr(model, KEPT_STRICTLY, None) or ())
+    if dtype == "float16" or not isinstance(model, transformers.PreTrainedModel):
+        wide.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point():
+            is_wide = not wide.isdisjoint(name.split("."))
+            weight.data = weight.data.to(torch.float32 if is_wide else getattr(torch, dtype))
+    return model.eval()
 
 
 def load_quantized(place: Path, paths: Sequence[Path], model_class: Any) -> Any:

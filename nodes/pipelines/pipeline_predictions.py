@@ -71,10 +71,9 @@ class PipelinePredictor:
         )
 
     def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
-        from .diffusers_pipelines import load_pipeline
-        from .pipeline_traces import trace_pipeline
+        from .pipeline_traces import trace_folder
 
-        return trace_pipeline(load_pipeline(folder, has_weights=False), sampling)
+        return trace_folder(folder, sampling)
 
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:

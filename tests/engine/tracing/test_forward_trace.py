@@ -258,6 +258,21 @@ def test_a_managed_module_is_traced_without_loading_it(toys, machine, sim, way: 
         manager.ledger.check()
 
 
+@pytest.mark.parametrize("profile", ["auto", "0.25MiB"])
+def test_the_engine_learns_what_was_traced(machine, profile: str) -> None:
+    """Activations are the same whether weights are resident or stream."""
+    module, kwargs = MODELS["flux"]()
+    kwargs = kwargs | {"hidden_states": torch.randn(1, 600, 4), "img_ids": torch.randn(600, 3).round()}
+    trace = trace_forward(module.eval(), (), kwargs)
+    with machine(64) as manager, torch.inference_mode():
+        inputs = tree_map_only(Tensor, lambda tensor: tensor.to("sim:0"), kwargs)
+        with manage(module, profile=profile, placement="gpu:0", manager=manager) as managed:
+            for _ in range(2):
+                module(**inputs)
+            assert managed.members[0].activation_bytes["gpu:0"] == pytest.approx(trace.peak_bytes, rel=0.03)
+        del inputs
+
+
 def test_traces_leave_random_numbers_alone() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

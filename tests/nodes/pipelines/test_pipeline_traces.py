@@ -13,7 +13,7 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.tracing import seconds_of
 from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
-from highwater.nodes.pipelines.pipeline_traces import trace_pipeline
+from highwater.nodes.pipelines.pipeline_traces import trace_folder, trace_pipeline
 from highwater.nodes.pipelines.sampling import Sampling, sample_images
 
 NAMES = ["tiny-flux", "tiny-sd", "tiny-wan"]
@@ -98,6 +98,20 @@ def assert_traced(sim: ModuleType, pipe: Any, asked: Sampling) -> None:
     for call, (_, peak_bytes, seconds) in zip(traced, measured, strict=True):
         assert peak_bytes == pytest.approx(call.peak_bytes, rel=0.01)
         assert seconds == pytest.approx(seconds_of(call.trace, **RATES).total_s, rel=0.03)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_traced_without_its_weights(models_directory: Path, pipes: dict[str, Any], name: str) -> None:
+    folder = models_directory / "diffusers" / name
+    built = load_pipeline(folder, without_weights=True)
+    for part, loaded in pipes[name].components.items():
+        if isinstance(loaded, nn.Module):
+            twin = built.components[part]
+            forms = {key: (weight.shape, weight.dtype) for key, weight in loaded.named_parameters()}
+            assert {key: (weight.shape, weight.dtype) for key, weight in twin.named_parameters()} == forms
+            assert all(weight.is_meta for weight in twin.parameters())
+            assert not twin.training
+    assert trace_folder(folder, sampling(96, 64)) == trace_pipeline(pipes[name], sampling(96, 64))
 
 
 def test_a_managed_pipeline_is_traced_as_it_rests(sim, models_directory: Path) -> None:
