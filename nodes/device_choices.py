@@ -40,6 +40,7 @@ __all__ = [
 DEFAULT = "default"  # the host's word for "you choose"; the engine's is auto
 ALL = "*"
 HOST = "host"  # the RAM
+CPU = "cpu"
 DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
 
 
@@ -124,7 +125,7 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
         InvalidInput: it is no placement on any machine; names the column.
     """
     from ..memory.errors import InvalidInput
-    from ..memory.options.placement import parse_placement
+    from ..memory.options.placement import names_device, parse_placement
 
     if placement in (DEFAULT, AUTO):
         return AUTO_PLACEMENT, []
@@ -134,9 +135,12 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
     here = device_names()
     missing = missing_devices(placement, here)
     parsed = parse_placement(placement, devices=[*here, *missing])
-    devices = [share.device for share in parsed.items[0].devices]
-    if str(parsed) != "&".join(devices) or len(devices) > 2:
-        raise InvalidInput(f"placement {placement!r} is not one device or two joined by &; {choices}")
+    item = parsed.items[0]
+    devices = [share.device for share in item.devices]
+    stores = item.tier is not None and item.tier not in (*devices, CPU) and names_device(item.tier)
+    named = ":".join([*devices, item.tier or ""]) if stores and len(devices) == 1 else "&".join(devices)
+    if str(parsed) != named or len(devices) > 2:
+        raise InvalidInput(f"placement {placement!r} is not one device or two joined by & or :; {choices}")
     if missing:
         note = f"placement {placement}: this machine has no {' or '.join(missing)}, so default is used; {choices}"
         return AUTO_PLACEMENT, [note]
@@ -162,10 +166,13 @@ class Placements(Choices):
 
 
 def placement_choices() -> Choices:
-    """Return the host's ``default``, every device, and pairs of GPUs in both orders: the first computes the ends."""
+    """Return the host's ``default``, every device, and pairs of GPUs in both orders, joined by ``&`` and by ``:``.
+
+    The first of a pair computes the ends (``&``), or everything (``:``).
+    """
     names = device_names()
     gpus = [name for name in names if name != "cpu"]
-    return Placements([DEFAULT, *names, *(f"{first}&{second}" for first, second in permutations(gpus, 2))])
+    return Placements([DEFAULT, *names, *(sign.join(pair) for sign in "&:" for pair in permutations(gpus, 2))])
 
 
 # -- what a watermark is for
