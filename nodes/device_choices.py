@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from ..memory.options.placement import AUTO, AUTO_PLACEMENT
+from ..memory.options.placement import AUTO, AUTO_PLACEMENT, names_device
 
 if TYPE_CHECKING:
     from ..memory.options.budget import BudgetItem
@@ -44,6 +44,7 @@ DEFAULT = "default"  # the host's word for "you choose"; the engine's is auto
 ALL = "*"
 CHECKPOINT_KINDS = ("diffusion", "text", "vae")
 HOST = "host"  # the RAM
+CPU = "cpu"
 DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
 
 
@@ -175,15 +176,19 @@ def read_placement(placement: str, choices: Callable[[], Choices]) -> tuple[Plac
 
 
 def is_of_one(placement: Placement) -> bool:
-    """Whether a placement is that of one model: at most two devices, and nothing beside."""
-    devices = [share.device for share in placement.items[0].devices]
-    return str(placement) in (AUTO, "&".join(devices)) and len(devices) <= 2
+    """Whether a placement is that of one model: one device, two that share it, or one and another that stores."""
+    item = placement.items[0]
+    devices = [share.device for share in item.devices]
+    stores = item.tier is not None and item.tier not in (*devices, CPU) and names_device(item.tier)
+    named = ":".join([*devices, item.tier or ""]) if stores and len(devices) == 1 else "&".join(devices)
+    return str(placement) in (AUTO, named) and len(devices) <= 2
 
 
 def refuse_placement(placement: str, choices: Choices) -> NoReturn:
     from ..memory.errors import InvalidInput
 
-    raise InvalidInput(f"placement {placement!r} is not one device or two joined by &; allowed: {', '.join(choices)}")
+    allowed = ", ".join(choices)
+    raise InvalidInput(f"placement {placement!r} is not one device or two joined by & or :; allowed: {allowed}")
 
 
 def fit_placement(placement: Placement, text: str) -> tuple[Placement, list[str]]:
@@ -209,7 +214,10 @@ class PartPlacements(Choices):
 
 
 def placement_choices() -> Choices:
-    """Return the host's ``default``, every device, and pairs of GPUs in both orders: the first computes the ends."""
+    """Return the host's ``default``, every device, and pairs of GPUs in both orders, joined by ``&`` and by ``:``.
+
+    The first of a pair computes the ends (``&``), or everything (``:``).
+    """
     return Placements(placements_of_one())
 
 
@@ -222,7 +230,7 @@ def part_placement_choices() -> Choices:
 def placements_of_one() -> list[str]:
     names = device_names()
     gpus = [name for name in names if name != "cpu"]
-    return [DEFAULT, *names, *(f"{first}&{second}" for first, second in permutations(gpus, 2))]
+    return [DEFAULT, *names, *(sign.join(pair) for sign in "&:" for pair in permutations(gpus, 2))]
 
 
 # -- what a watermark is for

@@ -93,6 +93,8 @@ SHARE = record(
         "resident_bytes": BYTES,
         "streamed_bytes": BYTES,
         "read_bytes": BYTES,
+        "stored_blocks": BYTES,
+        "stored_bytes": BYTES,
         "staging_bytes": BYTES,
         "scratch_bytes": BYTES,
         "device_bytes": BYTES,
@@ -125,6 +127,8 @@ COMPONENT_PLAN = {
     "host_bytes": BYTES,
     "pinned_bytes": BYTES,
     "file_bytes": BYTES,
+    "store": NAME,
+    "stored_bytes": BYTES,
     "placement": NAME,
     "shares": listed(SHARE),
 }

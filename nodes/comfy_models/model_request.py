@@ -50,6 +50,7 @@ def request_inputs(*, optional: bool = False, is_several: bool = False) -> list[
             default=DEFAULT,
             tooltip=(
                 "Where the model computes. default: ComfyUI chooses. gpu:0&gpu:1: splits its blocks over two devices. "
+                "gpu:0:gpu:1: computes on the first; what does not fit streams from free memory of the second. "
                 "If this machine lacks the device, default is used, and the node says so."
                 + (" text=gpu:1: that part there, the others where ComfyUI chooses." if is_several else "")
             ),

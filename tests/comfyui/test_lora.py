@@ -15,7 +15,12 @@ from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora
 from highwater.tests.comfyui.host_process import HostProcess
 
 MODEL = "only_sd.safetensors"  # 49 MiB, with convolutions and norms that have biases
-MODES = {"resident": Loaders(), "streamed": Loaders(profile="30MiB"), "split": Loaders(placement="gpu:0&gpu:1")}
+MODES = {
+    "resident": Loaders(),
+    "streamed": Loaders(profile="30MiB"),
+    "stored on another GPU": Loaders(placement="gpu:0:gpu:1", profile="30MiB"),
+    "split": Loaders(placement="gpu:0&gpu:1"),
+}
 
 
 def sample(host: HostProcess, loaders: Loaders, lora_name: str | None = None) -> torch.Tensor:
@@ -79,3 +84,4 @@ def test_9_a_lora_takes_effect_at_once_on_a_resident_model(
         assert torch.equal(sample(gpu_host, MODES[mode], name), wanted[name])
         (slot,) = gpu_host.part("components")
         assert slot["tiers"]["gpu:0"] and slot["in_effect"]
+        assert bool(slot["tiers"].get("gpu:1")) == (mode in ("split", "stored on another GPU"))

@@ -49,8 +49,9 @@ WIDTHS = (16, 24, 32)
 GPUS = st.sampled_from([0, 1])
 
 PROFILES = st.sampled_from(["auto", "0.08MiB", "gpu:0=0.1MiB,gpu:1=0.05MiB", "1", "4", "5", "60%", "unlimited"])
-ON_OTHER_GPU = "gpu:1:gpu:0"
-PLACEMENTS = st.sampled_from(["auto", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:0&gpu:1@0.3", "gpu:0:host", ON_OTHER_GPU])
+PLACEMENTS = st.sampled_from(
+    ["auto", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:0&gpu:1@0.3", "gpu:0:host", "gpu:1:gpu:0", "gpu:0:gpu:1"]
+)
 PRECISIONS = st.sampled_from(["as stored", "as stored", "fp8 scaled"])
 REFUSALS = (InvalidInput, DoesNotFit, UnsafeState)
 
@@ -150,10 +151,12 @@ class BooksMachine(RuleBasedStateMachine):
     counts: ClassVar[Counter[tuple[str, str]]] = Counter()
     """How often each deed was done, by how it ended, over all examples."""
 
-    @initialize(low=st.integers(0, 64), span=st.integers(0, 64), policy=st.sampled_from(sorted(POLICIES)))
-    def begin(self, low: int, span: int, policy: str) -> None:
+    @initialize(
+        low=st.integers(0, 64), span=st.integers(0, 64), policy=st.sampled_from(sorted(POLICIES)), peer=st.booleans()
+    )
+    def begin(self, low: int, span: int, policy: str, peer: bool) -> None:
         self.stack = ExitStack()
-        specs = [simdevice.SimDeviceSpec(total_bytes=TOTAL_BYTES) for _ in range(2)]
+        specs = [simdevice.SimDeviceSpec(total_bytes=TOTAL_BYTES, has_peer_access=peer) for _ in range(2)]
         self.stack.enter_context(simdevice.cluster(specs))
         self.manager = MemoryManager(policy=POLICIES[policy]())
         self.note("begin", policy)
@@ -398,8 +401,8 @@ class BooksMachine(RuleBasedStateMachine):
         return self.manager.idle.loaded()
 
     def fixed(self) -> set[str]:
-        """Return the components that do not leave: leased ones, and those whose weights rest on another device."""
-        return {c.name for c in self.components if c.leases or c.placement == ON_OTHER_GPU}
+        """Return the components that do not leave: leased ones."""
+        return {c.name for c in self.components if c.leases}
 
     @rule()
     def later(self) -> None:
@@ -425,7 +428,7 @@ class BooksMachine(RuleBasedStateMachine):
     def free_idle(self) -> None:
         self.manager.commands.free_idle("a test asked")
         for component in self.components:
-            if not component.leases and component.placement != ON_OTHER_GPU:
+            if not component.leases:
                 held = self.manager.ledger.bytes_by_place(component.name)
                 assert not any(held.get(f"gpu:{index}") for index in range(2)), component.name
         self.note("free all idle")

@@ -327,6 +327,8 @@ def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
         ("cuda:1", "gpu:1", ""),
         ("gpu:1&gpu:0", "gpu:1&gpu:0", ""),
         (" gpu:0 & gpu:1 ", "gpu:0&gpu:1", ""),
+        ("gpu:0:gpu:1", "gpu:0:gpu:1", ""),
+        ("gpu:0:gpu:3", "auto", "this machine has no gpu:3, so default is used"),
         (
             "gpu:2",
             "auto",
@@ -356,9 +358,12 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
         ("gpu:0&", "column 7: a device is missing"),
         ("gpu:0&cpu", "'cpu' cannot share a split"),
         ("gpu:0&gpu:0", "'gpu:0' is named twice"),
-        ("gpu:0&gpu:1@30%", "is not one device or two joined by &; allowed: default, cpu, gpu:0"),
+        ("gpu:0&gpu:1@30%", "is not one device or two joined by & or :; allowed: default, cpu, gpu:0"),
         ("gpu:0&gpu:1&gpu:2", "is not one device or two joined by &"),
         ("diffusion=gpu:0", "is not one device or two joined by &"),
+        ("gpu:0:gpu:0", "is not one device or two joined by & or :"),
+        ("gpu:0:cpu", "is not one device or two joined by & or :"),
+        ("gpu:0&gpu:1:gpu:1", "is not one device or two joined by & or :"),
         ("gpu:0:disk", "is not one device or two joined by &"),
         ("gpu:0,vae=cpu", "is not one device or two joined by &"),
         ("", "a device is missing"),
@@ -447,7 +452,7 @@ def test_a_profile_of_a_larger_machine_is_followed_as_far_as_it_goes(
 
 
 def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
-    expected = ["default", "cpu", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:1&gpu:0"]
+    expected = ["default", "cpu", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:1&gpu:0", "gpu:0:gpu:1", "gpu:1:gpu:0"]
     assert device_choices.placement_choices() == expected
     for name in NODES:
         options = inputs_of(name)["placement"].options

@@ -115,6 +115,8 @@ declare namespace Highwater {
           host_bytes?: number;
           pinned_bytes?: number;
           file_bytes?: number;
+          store?: string;
+          stored_bytes?: number;
           placement?: string;
           shares?: {
             device: string;
@@ -126,6 +128,8 @@ declare namespace Highwater {
             resident_bytes: number;
             streamed_bytes: number;
             read_bytes: number;
+            stored_blocks: number;
+            stored_bytes: number;
             staging_bytes: number;
             scratch_bytes: number;
             device_bytes: number;
@@ -394,6 +398,8 @@ declare namespace Highwater {
           host_bytes: number;
           pinned_bytes: number;
           file_bytes: number;
+          store: string;
+          stored_bytes: number;
           placement: string;
           shares: {
             device: string;
@@ -405,6 +411,8 @@ declare namespace Highwater {
             resident_bytes: number;
             streamed_bytes: number;
             read_bytes: number;
+            stored_blocks: number;
+            stored_bytes: number;
             staging_bytes: number;
             scratch_bytes: number;
             device_bytes: number;
