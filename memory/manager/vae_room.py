@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import nn
+
 from .admission import Admission
 from .leases import Leases
 
-__all__ = ["VaeRoom"]
+__all__ = ["VaePlace", "VaeRoom"]
 
 # The kinds of components that leave before a VAE decodes in tiles.
 GIVING_KINDS = frozenset({"text", "vision", "vae"})
@@ -31,6 +33,17 @@ class Room:
     """What idle components could give that leave before a VAE decodes in tiles."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VaePlace:
+    """Where a managed VAE computes."""
+
+    name: str
+    """Its id in the books."""
+    device: str
+    missing_bytes: int
+    """What its plan takes of the device, and is not there."""
+
+
 class VaeRoom:
     """Counts and makes room for VAEs. Takes the manager's lock."""
 
@@ -43,6 +56,17 @@ class VaeRoom:
     def sees(self, device: str) -> bool:
         """Whether a device is an accelerator of this machine that the manager knows."""
         return device in self.capacity.devices and not self.capacity.devices[device].is_cpu
+
+    def place_of(self, module: nn.Module) -> VaePlace | None:
+        """Return where a module computes that no host manages; None for one that computes on the CPU, or is split."""
+        with self.lock.exclusive():
+            member = self.capacity.members.of_module(module)
+            shares = member.managed.plan.shares if member is not None else ()
+            if member is None or len(shares) != 1 or not self.sees(shares[0].device):
+                return None
+            device = shares[0].device
+            missing = shares[0].device_bytes - self.capacity.ledger.held(member.id, device)
+            return VaePlace(name=member.id, device=device, missing_bytes=max(0, missing))
 
     def beside(self, device: str, vae: str) -> Room:
         """Return what a VAE, by its id in the books, may use of a device; moves nothing."""

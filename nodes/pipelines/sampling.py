@@ -67,12 +67,16 @@ def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int]
     """Run a pipeline; return its images or frames as [B, H, W, C] float32 from 0 to 1 on the CPU.
 
     The noise is drawn on the CPU, so that a seed gives the same image on every device. ``on_step`` is called
-    with the steps done and asked for; what it raises (an interrupt) ends the call.
+    with the steps done and asked for; what it raises (an interrupt) ends the call. The VAE decodes in tiles where one
+    piece does not fit beside what stays on its device.
 
     Raises:
         InvalidInput: a size or a number of frames that the pipeline cannot make.
     """
     import torch
+
+    from ...memory import default_manager
+    from .tiled_decode import choosing_tiles
 
     accepted = inspect.signature(pipe.__call__).parameters
     check_sampling(pipe, sampling, makes_frames="num_frames" in accepted)
@@ -92,7 +96,7 @@ def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int]
     if "max_sequence_length" in accepted:
         wanted["max_sequence_length"] = min(accepted["max_sequence_length"].default, longest_prompt(pipe))
     arguments = {name: value for name, value in wanted.items() if name in accepted}
-    with quiet_libraries():
+    with quiet_libraries(), choosing_tiles(pipe, default_manager().vae_room):
         images = pipe(**arguments)[0]
     # Videos come as [batch, frames, H, W, C].
     return torch.from_numpy(images).reshape(-1, *images.shape[-3:]).float().clamp(0.0, 1.0)
