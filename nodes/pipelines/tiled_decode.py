@@ -131,11 +131,13 @@ def cost_of(vae: Any, z: torch.Tensor, size: TiledSize) -> TileCost:
     frames = (z.shape[2] - 1) * temporal_ratio(vae) + 1 if z.ndim == 5 else 1
     picture_bytes = z.shape[0] * NUM_CHANNELS * frames * size.height * size.width * z.dtype.itemsize
 
+    height, width = z.shape[-2:]
+
     def cost(tiles: Tiles | None) -> int:
         if tiles is None:
-            return line.of(z.shape[-2] * z.shape[-1])
+            return line.of(height * width)
         side = tiles.pixels // size.pixels_per_latent
-        return line.of(min(side, z.shape[-2]) * min(side, z.shape[-1])) + int(JOINED_PICTURES * picture_bytes)
+        return line.of(min(side, height) * min(side, width)) + int(JOINED_PICTURES * picture_bytes)
 
     return cost
 
