@@ -33,6 +33,7 @@ CASES = (
     "streaming",
     "switching",
     "tiers",
+    "tiles",
 )
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "diffusers", "safetensors")

@@ -25,10 +25,13 @@ from .manager.departures import Departure
 from .manager.member import Member
 from .manager.module_plans import Draft, bytes_in_ram, plan_modules
 from .manager.observed import ObservedModel
+from .manager.oom_message import read_shortage
 from .manager.steered import SteeredComponent, SteeringHost
+from .manager.vae_room import VaeRoom
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import DEFAULT_PRECISION, Precision, PrecisionRequest, precision_for
 from .options.profile import OffloadProfile
+from .planner.tiles import TiledSize, Tiles, choose_tiles, halve_tiles
 from .quantizing import quantize_tensors
 from .repeated_call import has_hooks_of_others, repeat_if_short
 from .runtime.blocks.pristine_slab import KnownOrigins
@@ -59,11 +62,16 @@ __all__ = [
     "Precision",
     "SideFactors",
     "SteeredComponent",
+    "TiledSize",
+    "Tiles",
     "Verification",
+    "choose_tiles",
     "device_name",
     "drop_kept_weights",
+    "halve_tiles",
     "has_hooks_of_others",
     "has_packed_weights",
+    "is_out_of_memory",
     "is_quanto_file",
     "keep_steered",
     "note_steered_unload",
@@ -79,6 +87,7 @@ __all__ = [
     "same_bits",
     "steer_host",
     "take_off_steered",
+    "vae_room",
     "watch_evictions",
     "why_not_movable",
 ]
@@ -129,6 +138,11 @@ class HostedComponent:
     @property
     def is_managed(self) -> bool:
         return self.member is not None
+
+    @property
+    def book_name(self) -> str:
+        """Its id in the books; before it joins them, its name."""
+        return self.name if self.member is None else self.member.id
 
     @property
     def weights(self) -> Mapping[str, HostedWeight]:
@@ -479,6 +493,16 @@ def pause_recordings_with(host_pause: Callable[[], AbstractContextManager[Any]] 
 def drop_kept_weights(reason: str) -> None:
     """Drop the weights that were kept of components that left."""
     default_manager().drop_kept(reason)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or its cause, tells that a device ran out of memory."""
+    return read_shortage(error) is not None
+
+
+def vae_room() -> VaeRoom:
+    """Return what counts and makes room for VAEs that decode in tiles."""
+    return default_manager().vae_room
 
 
 def open_workflow_id() -> str | None:

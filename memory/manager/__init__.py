@@ -10,6 +10,7 @@ __all__, __getattr__ = lazy_names(
         "oom_message": ["read_shortage"],
         "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
         "module_plans": ["Draft", "bytes_in_ram", "plan_modules"],
+        "vae_room": ["VaePlace", "VaeRoom"],
         "watermark": [
             "Watermark",
             "WatermarkReport",

@@ -51,6 +51,7 @@ from .runs_file import RUNS_FILE_NAME, RunsFile
 from .steered import Steered
 from .thrashing import note_uses_of_steered
 from .user_commands import UserCommands
+from .vae_room import VaeRoom
 from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
@@ -109,6 +110,7 @@ class MemoryManager:
         self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle, self.sharing)
         self.hosting = Hosting(self.leases, self.observed, self.sharing)
         self.commands = UserCommands(self.leases, self.registry, self.caretaker)
+        self.vae_room = VaeRoom(self.leases)
         self.reporter = Reporter(self.capacity, self.measures)
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())

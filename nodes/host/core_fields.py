@@ -76,9 +76,9 @@ def copy_own_state(patcher: ModelPatcher, other: ModelPatcher) -> None:
         setattr(patcher, attribute, vars(other)[attribute])
 
 
-def set_class(patcher: ModelPatcher, kind: type[ModelPatcher]) -> None:
-    """Make a patcher one of another class: another pack's ``clone`` returns one of its own, whatever was cloned."""
-    patcher.__class__ = kind
+def set_class(owner: Any, kind: type) -> None:
+    """Make a patcher or a VAE one of another class: ``clone`` and loaders of others return those of their own."""
+    owner.__class__ = kind
 
 
 def drop_backups(patcher: ModelPatcher) -> None:

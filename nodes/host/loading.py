@@ -28,6 +28,7 @@ from .private_weights import record_dtypes_of_vision
 from .quantizing import OwnInt8
 from .quanto_files import as_own_int8, is_quanto
 from .reading import Reading, read_by
+from .tiled_vae import choose_beforehand
 
 __all__ = [
     "load_checkpoint",
@@ -195,10 +196,10 @@ def load_vae(path: str, request: Request) -> Any:
     with read_by(partial(read_vae, path), [path], dynamic=choice.is_dynamic) as (vae, reading):
         if is_dynamic(vae.patcher) and choice.is_dynamic:
             set_vae(vae, steer_new(vae.patcher, request, name=name, kind="vae"))
-            return vae
+            return choose_beforehand(vae)
         adopt_vae(vae, name, request, notes=choice.notes, reading=reading)
         set_reload(vae.patcher, reload_vae, (path, request))
-        return vae
+        return choose_beforehand(vae)
 
 
 def reload_vae(path: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
@@ -220,7 +221,7 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
                 set_clip(clip, steer_new(clip.patcher, own["text"], name=f"{name}/clip", kind="text"))
             if patcher_of(vae) is not None:
                 set_vae(vae, steer_new(vae.patcher, own["vae"], name=f"{name}/vae", kind="vae"))
-            return model, clip, vae
+            return model, clip, choose_beforehand(vae)
         refused: list[str] = []
         how: dict[str, Any] = {"notes": choice.notes, "reading": reading}
         with collecting(refused):
@@ -240,7 +241,7 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
         together = WeakSet(hosted for hosted in found if hosted is not None)
         for hosted in together:
             hosted.come_with(together)
-        return model, clip, vae
+        return model, clip, choose_beforehand(vae)
 
 
 @contextmanager

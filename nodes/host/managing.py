@@ -21,6 +21,7 @@ from .hosted import DYNAMIC, UNLIMITED_BYTES, Request, patcher_of
 from .load_device import placement_without_effect
 from .model_names import name_of
 from .patcher import HighwaterPatcher
+from .tiled_vae import choose_beforehand
 from .unmanaged import leave_to_core
 
 __all__ = ["copy_model", "manage_clip", "manage_model", "manage_vae", "read_again", "reload_managed"]
@@ -48,7 +49,7 @@ def manage_vae(vae: Any, request: Request) -> Any:
     """Return a VAE under management; as `manage_clip`."""
     if patcher_of(vae) is None:
         return vae
-    managed = copy.copy(vae)
+    managed = choose_beforehand(copy.copy(vae))
     set_vae(managed, manage_patcher(vae.patcher, kind="vae", request=request))
     return managed
 

@@ -6,7 +6,6 @@ the same device. It costs the model's bytes of RAM once more while it runs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from .guides import KEY as GUIDES_KEY
 from .managing import copy_model, read_again, reload_managed
 from .patcher import HighwaterPatcher
 from .private_weights import own_weights
+from .tiled_vae import as_core
 
 __all__ = ["verify_clip", "verify_model", "verify_vae"]
 
@@ -87,7 +87,7 @@ def verify_vae(vae: Any, image: torch.Tensor | None, latent: dict[str, Any] | No
     """Encode an image, or decode a latent, or both, with a managed VAE and with core's own load of it."""
 
     def run(patcher: ModelPatcher) -> list[torch.Tensor]:
-        other = copy.copy(vae)
+        other = as_core(vae)  # in one piece, or in core's own tiles: both alike
         set_vae(other, patcher)
         results = []
         if image is not None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...memory import Managed
+    from ...memory.manager.vae_room import VaeRoom
     from ..watermark import DeviceWatermark
 
 __all__ = ["FRAME_STEP", "PIXEL_STEP", "LoadedPipeline", "Sampling", "arguments_of", "sample_images"]
@@ -49,7 +50,7 @@ class LoadedPipeline:
         if self.watermark is not None:
             self.watermark.apply()
         self.expect_needs(sampling)
-        return sample_images(self.pipe, sampling, on_step=on_step)
+        return sample_images(self.pipe, sampling, on_step=on_step, vae_room=self.managed.manager.vae_room)
 
     def expect_needs(self, sampling: Sampling) -> None:
         """Tell what each part will take at this size, so that the first run of it keeps that free.
@@ -88,21 +89,27 @@ class Sampling:
     seed: int
 
 
-def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int], None]) -> torch.Tensor:
+def sample_images(
+    pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int], None], vae_room: VaeRoom | None = None
+) -> torch.Tensor:
     """Run a pipeline; return its images or frames as [B, H, W, C] float32 from 0 to 1 on the CPU.
 
     The noise is drawn on the CPU, so that a seed gives the same image on every device. ``on_step`` is called
-    with the steps done and asked for; what it raises (an interrupt) ends the call.
+    with the steps done and asked for; what it raises (an interrupt) ends the call. The VAE decodes in tiles where one
+    piece does not fit beside what stays on its device.
 
     Raises:
         InvalidInput: a size or a number of frames that the pipeline cannot make.
     """
     import torch
 
+    from ...memory import default_manager
+    from .tiled_decode import choosing_tiles
+
     arguments = arguments_of(pipe, sampling)
     if "callback_on_step_end" in inspect.signature(pipe.__call__).parameters:
         arguments["callback_on_step_end"] = report_steps(sampling.steps, on_step)
-    with quiet_libraries():
+    with quiet_libraries(), choosing_tiles(pipe, vae_room or default_manager().vae_room):
         images = pipe(**arguments)[0]
     # Videos come as [batch, frames, H, W, C].
     return torch.from_numpy(images).reshape(-1, *images.shape[-3:]).float().clamp(0.0, 1.0)

@@ -197,6 +197,40 @@ class TestShort:
         return (patched,)
 
 
+class TestShortVAE:
+    """Lets an allocation of the first calls of a VAE's decoder fail, from outside."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {
+                "vae": ("VAE",),
+                "calls": ("INT", {"default": 1}),
+                "nth": ("INT", {"default": 3}),
+                "run": ("INT", {"default": 0}),
+            }
+        }
+    )
+    RETURN_TYPES = ("VAE",)
+    FUNCTION = "shorten"
+    CATEGORY = "test"
+
+    def shorten(self, vae: Any, calls: int, nth: int, run: int) -> tuple[Any]:
+        simdevice = sys.modules["highwater_test_simdevice"]
+        decoder = vae.first_stage_model.taesd_decoder
+        left = calls
+
+        def fail(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                simdevice.fail_alloc(vae.device.index or 0, nth)
+            if left == 0:
+                handle.remove()
+
+        handle = decoder.register_forward_pre_hook(fail)
+        return (vae,)
+
+
 def make_trouble(kind: str, device: torch.device) -> None:
     if kind == "error":
         raise RuntimeError("trouble on purpose")
@@ -607,6 +641,7 @@ NODE_CLASS_MAPPINGS = {
     "TestRecordControl": TestRecordControl,
     "TestRecorded": TestRecorded,
     "TestShort": TestShort,
+    "TestShortVAE": TestShortVAE,
     "TestTrouble": TestTrouble,
     "TestWeights": TestWeights,
     "TestWrite": TestWrite,

@@ -1,0 +1,254 @@
+"""A pipeline's VAE decodes in tiles that fit beside the model, and is set back; a failure halves them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from highwater.memory import MemoryManager, manage
+from highwater.memory.manager import default
+from highwater.nodes.pipelines.decode_bytes import decode_bytes
+from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
+from highwater.nodes.pipelines.sampling import Sampling, sample_images
+from highwater.nodes.pipelines.tiled_decode import choosing_tiles
+
+MIB = 1 << 20
+ATTRIBUTES = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
+
+
+class Stack(nn.Module):
+    """A diffusion model of 8 MiB that makes nothing of what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def build_vae(**options: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(16, 16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        norm_num_groups=8,
+        latent_channels=4,
+        sample_size=64,
+        **options,
+    )
+    return vae.eval().requires_grad_(False)
+
+
+def build_video_vae() -> Any:
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    return AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 2, 2], num_res_blocks=1).eval().requires_grad_(False)
+
+
+class Rig:
+    """A managed pipeline whose model has just computed, on a simulated device."""
+
+    def __init__(self, sim: Any, manager: MemoryManager, vae: Any) -> None:
+        self.sim, self.manager, self.vae = sim, manager, vae
+        self.plain = copy.deepcopy(vae)
+        self.pipe = SimpleNamespace(transformer=Stack().eval().requires_grad_(False), vae=vae)
+        self.managed = manage(
+            {"transformer": self.pipe.transformer, "vae": vae}, placement="gpu:0", manager=manager, name="rig"
+        )
+        self.pipe.transformer(torch.ones(4, 512, device="sim:0"))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), choosing_tiles(self.pipe, self.manager.vae_room):
+            return self.pipe.vae.decode(z.to("sim:0"), return_dict=False)[0].cpu()
+
+    def events(self) -> list[dict[str, Any]]:
+        return [event for event in self.manager.report()["events"] if event["reason"].startswith("VAE ")]
+
+    def reasons(self) -> list[str]:
+        return [event["reason"] for event in self.events()]
+
+    def held(self, name: str) -> int:
+        return self.manager.ledger.held(f"rig/{name}", "gpu:0")
+
+    def expected(self, z: torch.Tensor, pixels: int) -> torch.Tensor:
+        """Return what the library decodes in tiles of these pixels, on the same device without the engine."""
+        if hasattr(self.plain, "tile_sample_min_size"):
+            self.plain.tile_sample_min_size, self.plain.tile_latent_min_size = pixels, pixels // 8
+            self.plain.enable_tiling()
+        else:
+            self.plain.enable_tiling(pixels, pixels, pixels * 3 // 4, pixels * 3 // 4)
+        self.managed.release()
+        with torch.no_grad():
+            return self.plain.to("sim:0").decode(z.to("sim:0"), return_dict=False)[0].cpu()
+
+
+@contextmanager
+def rigged(sim: Any, mebibytes: int, vae: Any) -> Iterator[Rig]:
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=mebibytes * MIB)]):
+        manager = MemoryManager()
+        manager.set_watermark("*", 0, 0)
+        manager.set_watermark("host", 0, 0)
+        rig = Rig(sim, manager, vae)
+        try:
+            yield rig
+            manager.ledger.check()
+        finally:
+            manager.release_all()
+            manager.ledger.check()
+            rig.plain.to("cpu")
+
+
+def latents(height: int, width: int, *more: int, channels: int = 4) -> torch.Tensor:
+    return torch.randn(1, channels, *more, height, width, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("size", "mebibytes"), [((48, 64), 64), ((64, 32), 48)])
+def test_a_decode_that_does_not_fit_is_tiled_beside_the_model(sim: Any, size: tuple[int, int], mebibytes: int) -> None:
+    z = latents(*size)
+    with rigged(sim, mebibytes, build_vae()) as rig:
+        before = {name: getattr(rig.vae, name) for name in ATTRIBUTES}
+        whole = rig.held("transformer")
+        sim.reset_stats()
+        image = rig.decode(z)
+        assert sim.stats(0).num_ooms == 0
+        (event,) = rig.events()
+        assert sim.stats(0).peak_bytes <= whole + rig.held("vae") + event["bytes"] <= mebibytes * MIB
+        assert rig.held("transformer") == whole >= 8 * MIB
+        assert {name: getattr(rig.vae, name) for name in ATTRIBUTES} == before
+        assert "decode" not in vars(rig.vae)
+        (reason,) = rig.reasons()
+        assert reason.startswith("VAE decode in tiles of ")
+        pixels = int(reason.split()[5])
+        assert torch.equal(image, rig.expected(z, pixels))
+
+
+def test_a_decode_that_fits_is_the_library_s(sim: Any) -> None:
+    z = latents(32, 32)
+    with rigged(sim, 256, build_vae()) as rig:
+        image = rig.decode(z)
+        assert rig.reasons() == []
+        rig.managed.release()
+        with torch.no_grad():
+            expected = rig.plain.to("sim:0").decode(z.to("sim:0"), return_dict=False)[0].cpu()
+        assert torch.equal(image, expected)
+
+
+def test_a_real_failure_halves_the_tiles(sim: Any) -> None:
+    """The first allocation of the decoder's last block fails, twice: untiled, then in tiles of half the size."""
+    z = latents(32, 32)
+    with rigged(sim, 256, build_vae()) as rig:
+        left = 2
+
+        def fail(*_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                sim.fail_alloc(0, 1)
+
+        handle = rig.vae.decoder.register_forward_pre_hook(fail)
+        image = rig.decode(z)
+        handle.remove()
+        assert [reason.partition(":")[0] for reason in rig.reasons()] == [
+            "VAE decode ran out of memory untiled; next try in tiles of 128 px, overlap 32",
+            "VAE decode ran out of memory in tiles of 128 px, overlap 32; next try in tiles of 64 px, overlap 16",
+        ]
+        assert torch.equal(image, rig.expected(z, 64))
+
+
+def test_the_last_failure_is_raised_and_leaves_nothing(sim: Any) -> None:
+    z = latents(16, 16)
+    with rigged(sim, 256, build_vae()) as rig:
+        handle = rig.vae.decoder.register_forward_pre_hook(lambda *_: sim.fail_alloc(0, 1))
+        before = {name: getattr(rig.vae, name) for name in ATTRIBUTES}
+        with pytest.raises(torch.OutOfMemoryError):
+            rig.decode(z)
+        handle.remove()
+        sim.fail_alloc(0, 0)
+        assert [reason.partition(":")[0] for reason in rig.reasons()] == [
+            "VAE decode ran out of memory untiled; next try in tiles of 64 px, overlap 16"
+        ]
+        assert {name: getattr(rig.vae, name) for name in ATTRIBUTES} == before
+        assert "decode" not in vars(rig.vae)
+
+
+def test_a_users_own_tiles_are_untouched(sim: Any) -> None:
+    z = latents(48, 64)
+    with rigged(sim, 256, build_vae()) as rig:
+        rig.vae.tile_sample_min_size, rig.vae.tile_latent_min_size = 128, 16
+        rig.vae.enable_tiling()
+        image = rig.decode(z)
+        assert rig.reasons() == []
+        assert (rig.vae.use_tiling, rig.vae.tile_sample_min_size) == (True, 128)
+        assert torch.equal(image, rig.expected(z, 128))
+
+
+def test_a_video_is_cut_in_its_pictures(sim: Any) -> None:
+    z = latents(40, 40, 2, channels=16)
+    with rigged(sim, 112, build_video_vae()) as rig:
+        sim.reset_stats()
+        video = rig.decode(z)
+        assert sim.stats(0).num_ooms == 0
+        (reason,) = rig.reasons()
+        assert reason.startswith("VAE decode in tiles of ")
+        assert rig.vae.use_tiling is False
+        assert torch.equal(video, rig.expected(z, int(reason.split()[5])))
+
+
+@pytest.mark.parametrize("build", [build_vae, build_video_vae])
+def test_the_bytes_of_a_decode_are_those_that_a_device_counts(sim: Any, build: Any) -> None:
+    """The margin, a tenth, is for what kernels allocate themselves: the simulated device has none."""
+    vae = build()
+    shape = (1, 4, 40, 24) if build is build_vae else (1, 16, 2, 40, 24)
+    predicted = decode_bytes(vae, shape, torch.float32).of(40 * 24) / 1.1
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1024 * MIB)]):
+        z = torch.zeros(shape, device="sim:0")
+        before = sim.stats(0).used_bytes - z.nbytes
+        weights = sum(weight.nbytes for weight in (*vae.parameters(), *vae.buffers()))
+        vae.to("sim:0")
+        sim.reset_stats()
+        with torch.no_grad():
+            vae.decode(z, return_dict=False)
+        peak = sim.stats(0).peak_bytes - before - weights
+        vae.to("cpu")
+        del z
+    assert predicted == pytest.approx(peak, rel=0.02)
+
+
+def test_a_pipeline_that_a_node_samples_decodes_in_tiles(
+    sim: Any, models_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same picture as on a large device, but for what tiles lose."""
+    asked = Sampling(prompt="a fox", negative_prompt="", width=512, height=320, frames=1, steps=1, guidance=1.0, seed=1)
+    images, reasons = [], []
+    for mebibytes in (1024, 96):
+        with sim.cluster([sim.SimDeviceSpec(total_bytes=mebibytes * MIB)]):
+            manager = MemoryManager()
+            manager.set_watermark("*", 0, 0)
+            manager.set_watermark("host", 0, 0)
+            monkeypatch.setattr(default, "made", [manager])
+            pipe = load_pipeline(models_directory / "diffusers" / "tiny-sd")
+            managed = manage(pipe, placement="gpu:0", manager=manager, name="tiny-sd")
+            images.append(sample_images(pipe, asked, on_step=lambda *_: None))
+            reasons.append([event["reason"] for event in manager.report()["events"] if "VAE " in event["reason"]])
+            assert sim.stats(0).num_ooms == 0
+            managed.release()
+            del pipe, managed  # its scheduler has tensors there
+    assert reasons[0] == []
+    (reason,) = reasons[1]
+    assert reason.startswith("VAE decode in tiles of ")
+    assert 0 < (images[1] - images[0]).norm() / images[0].norm() < 0.2
