@@ -61,4 +61,5 @@ def twin_of(pipe: Any, twins: dict[str, nn.Module]) -> Any:
     twin = object.__new__(type(pipe))
     vars(twin).update(vars(pipe) | twins)
     vars(twin)["scheduler"] = copy.deepcopy(pipe.scheduler)
+    vars(twin)["_progress_bar_config"] = {"disable": True}
     return twin
