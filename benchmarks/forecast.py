@@ -20,11 +20,10 @@ import torch
 from highwater.headless import simdevice
 from highwater.headless.comfy_stub import folder_paths
 from highwater.headless.comfy_stub.comfy_api import install
-from highwater.headless.commands.hardware import DescribedDevice, Hardware
-from highwater.headless.commands.planning import machine_for, rates_of
 from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.units import GIB, MIB
+from highwater.nodes.described_hardware import DescribedDevice, Hardware
 
 from .case import Result
 
@@ -99,12 +98,9 @@ def graph_of(name: str, sampling: dict[str, Any], placement: str) -> dict[str, A
 
 
 def plan_case(name: str, sampling: dict[str, Any], hardware: Hardware, placement: str = "auto") -> Any:
-    from highwater.nodes.pipelines.pipeline_predictions import PipelinePredictor
-    from highwater.nodes.workflow_plans import plan_workflow
-    from highwater.nodes.workflow_reading import read_workflow
+    from highwater.nodes.graph_plans import plan_graph
 
-    described = read_workflow(graph_of(name, sampling, placement))
-    return plan_workflow(described, machine_for(hardware, {}), PipelinePredictor(rates_of(hardware)))
+    return plan_graph(graph_of(name, sampling, placement), source=name, hardware=hardware)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from highwater.headless.commands.hardware import DescribedDevice, Hardware
 from highwater.memory.errors import DoesNotFit
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
@@ -28,6 +27,7 @@ from highwater.memory.planner.sizes import NUM_BOUNCE_BUFFERS, Sizes
 from highwater.memory.units import GIB
 from highwater.memory.weights.component import Component, component_from_files
 from highwater.memory.weights.module_component import SAFETENSORS_NAMES
+from highwater.nodes.described_hardware import DescribedDevice, Hardware
 from highwater.nodes.plans import describe_checkpoint
 
 from .case import Result

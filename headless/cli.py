@@ -16,7 +16,7 @@ from .commands.output import OUTPUT, drop_output, json_line, open_output, print_
 
 if TYPE_CHECKING:
     from ..memory.options.marks import Marks
-    from .commands.hardware import Hardware
+    from ..nodes.described_hardware import Hardware
     from .runner.runner import WorkflowRunner
 
 __all__ = ["main"]
@@ -71,11 +71,12 @@ def run_demo(options: argparse.Namespace) -> int:
     from ..memory.options.marks import HOST
     from .commands.console import Console
     from .commands.demo import choose_hardware, run_demo
+    from .commands.hardware import simulate as simulate_hardware
 
     console = Console(quiet=options.json)
     hardware = described(options) or choose_hardware()
     if hardware is not None:
-        hardware.simulate()
+        simulate_hardware(hardware)
         torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
         console.say(f"Simulated devices: {hardware}")
     runner = make_runner(options)
@@ -129,9 +130,10 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
+    from ..nodes.graph_plans import machine_for
     from ..nodes.plan_table import plan_text
     from ..nodes.plans import plan_files
-    from .commands.planning import machine_for, plan_workflow
+    from .commands.planning import plan_workflow
 
     hardware, marks = described(options), asked_marks(options)
     files = [path for path in options.paths if path.suffix != ".json"]
@@ -310,7 +312,7 @@ COMMANDS = {
 
 
 def described(options: argparse.Namespace) -> Hardware | None:
-    from .commands.hardware import parse_hardware
+    from ..nodes.described_hardware import parse_hardware
 
     return parse_hardware(options.devices) if options.devices is not None else None
 
@@ -335,9 +337,11 @@ def make_runner(options: argparse.Namespace) -> WorkflowRunner:
 
 def simulate(options: argparse.Namespace) -> None:
     """Make the described hardware this process's accelerators, if there is a description."""
+    from .commands.hardware import simulate as simulate_hardware
+
     hardware = described(options)
     if hardware is not None:
-        hardware.simulate()
+        simulate_hardware(hardware)
 
 
 def models_directory(options: argparse.Namespace) -> Path:

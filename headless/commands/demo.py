@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from ...memory import MemoryManager
 from ...memory.transfer.devices import list_devices
 from ...memory.units import MIB
+from ...nodes.described_hardware import Hardware, parse_hardware
 from ...nodes.pipelines.diffusers_pipelines import import_diffusers
 from ..runner.workflow import Workflow, load_workflow, parse_workflow
 from .console import Console
-from .hardware import Hardware, parse_hardware
 from .session import run_workflow
 from .timeline import draw_timeline
 

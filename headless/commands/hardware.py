@@ -1,194 +1,39 @@
-"""Hardware described in a line of text: to plan for a machine that is not here, or to simulate it.
-
-devices = device { "," device } ; device = name "=" size [ "@" size "/s" ] [ "@" number "TFLOPS" ]
-name = "gpu" | "gpu:" int | torch device name | "host"
-"""
+"""Described hardware as this process's accelerators."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...memory.errors import InvalidInput
-from ...memory.manager.watermark import default_host_watermark, default_watermark, unlearned_bytes
-from ...memory.options.placement import INTEGER, WORD, Scanner, canonical_device, names_device
-from ...memory.planner.plan import DeviceCapacity, Machine
-from ...memory.transfer.devices import HostMemory
-from ...memory.transfer.pinned_memory import pin_limit_bytes
-from ...memory.units import GIB, format_bytes, parse_bytes
 
-__all__ = ["DescribedDevice", "Hardware", "parse_hardware"]
+if TYPE_CHECKING:
+    from ...nodes.described_hardware import Hardware
 
-HOST = "host"
-SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*", re.ASCII)
-FLOPS = re.compile(r"(\d+(?:\.\d+)?)\s*([TG])FLOPS", re.ASCII | re.IGNORECASE)
-SCALES = {"T": 10**12, "G": 10**9}
-# A PCIe 4.0 x16 slot moves about 25 GB/s.
-DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
-DEFAULT_HOST_BYTES = 32 * GIB
+__all__ = ["simulate"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DescribedDevice:
-    """One accelerator: what it holds, how fast the host reaches it and how fast it computes.
-
-    In bytes, bytes per second, and floating point operations per second in the dtype of the weights; None: not said.
-    """
-
-    name: str
-    total_bytes: int
-    link_bytes_per_s: int = DEFAULT_LINK_BYTES_PER_S
-    flops_per_s: float | None = None
-
-    def __str__(self) -> str:
-        computes = f"@{self.flops_per_s / 1e12:g}TFLOPS" if self.flops_per_s else ""
-        return f"{self.name}={format_bytes(self.total_bytes)}@{self.link_bytes_per_s / 1e9:g}GB/s{computes}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hardware:
-    """A machine that need not exist."""
-
-    devices: tuple[DescribedDevice, ...]
-    host_bytes: int = DEFAULT_HOST_BYTES
-
-    @property
-    def device_names(self) -> list[str]:
-        return ["cpu", *(device.name for device in self.devices)]
-
-    @property
-    def pinned_bytes(self) -> int:
-        memory = HostMemory(total_bytes=self.host_bytes, free_bytes=self.host_bytes)
-        return pin_limit_bytes(memory, used_bytes=0)
-
-    def machine(self) -> Machine:
-        """Return the numbers that a plan is made from: everything free but what is kept by default."""
-        capacities = [DeviceCapacity(name="cpu", total_bytes=self.host_bytes, available_bytes=self.host_bytes)]
-        for device in self.devices:
-            low = default_watermark(device.total_bytes).low_bytes
-            capacities.append(
-                DeviceCapacity(
-                    name=device.name,
-                    total_bytes=device.total_bytes,
-                    available_bytes=device.total_bytes - low,
-                    kept_free_bytes=low,
-                    link_bytes_per_s=device.link_bytes_per_s,
-                    unlearned_bytes=unlearned_bytes(device.total_bytes),
-                    speed=device.flops_per_s,
-                )
-            )
-        kept = default_host_watermark(self.host_bytes).low_bytes
-        return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes, host_kept_bytes=kept)
-
-    def simulate(self) -> None:
-        """Make this process's accelerators be these; before anything asks torch for its devices.
-
-        Raises:
-            InvalidInput: the simulated devices have to be compiled once, and there is no C++ compiler.
-        """
-        from .. import simdevice
-
-        try:
-            simdevice.install("sim", num_devices=len(self.devices))
-        except simdevice.CompilerMissing as error:
-            raise InvalidInput(str(error)) from None
-        simdevice.configure(
-            [
-                simdevice.SimDeviceSpec(
-                    total_bytes=device.total_bytes,
-                    h2d_bytes_per_s=device.link_bytes_per_s,
-                    d2h_bytes_per_s=device.link_bytes_per_s,
-                    peer_bytes_per_s=device.link_bytes_per_s,
-                    **({"flops_per_s": device.flops_per_s} if device.flops_per_s else {}),
-                )
-                for device in self.devices
-            ],
-            pinned_bytes=self.pinned_bytes,
-        )
-
-    def __str__(self) -> str:
-        return ",".join([*map(str, self.devices), f"host={format_bytes(self.host_bytes)}"])
-
-
-def parse_hardware(text: str) -> Hardware:
-    """Parse ``gpu:0=16GiB@25GB/s@80TFLOPS,gpu:1=10GiB@12GB/s,host=32GiB``.
+def simulate(hardware: Hardware) -> None:
+    """Make this process's accelerators be these; before anything asks torch for its devices.
 
     Raises:
-        InvalidInput: names the column, the value and what is allowed.
+        InvalidInput: the simulated devices have to be compiled once, and there is no C++ compiler.
     """
-    scanner = Scanner(text, what="devices")
-    sizes: dict[str, tuple[int, int, float | None]] = {}
-    for begin in scanner.items("@"):
-        name = parse_name(scanner)
-        if name in sizes:
-            scanner.fail(f"{name!r} is given twice", at=begin)
-        if not scanner.take("="):
-            scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
-        total = parse_amount(scanner)
-        speed, flops = DEFAULT_LINK_BYTES_PER_S, None
-        if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
-            speed = parse_amount(scanner)
-            if not scanner.take("/s"):
-                scanner.fail("'/s' must follow a speed, such as 25GB/s")
-            if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
-                scanner.fail("a number of TFLOPS must follow, such as 80TFLOPS")
-        sizes[name] = total, speed, flops
-    host_bytes, *_ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0, None))
-    names = sorted(sizes, key=lambda name: (len(name), name))
-    if not names or names != [f"gpu:{number}" for number in range(len(names))]:
-        raise InvalidInput(
-            f"devices {text!r}: found {', '.join(names) or 'no gpu'}; allowed: gpu:0, gpu:1, ... without gaps, host"
-        )
-    devices = tuple(
-        DescribedDevice(
-            name=name, total_bytes=sizes[name][0], link_bytes_per_s=sizes[name][1], flops_per_s=sizes[name][2]
-        )
-        for name in names
-    )
-    return Hardware(devices=devices, host_bytes=host_bytes)
+    from .. import simdevice
 
-
-def parse_name(scanner: Scanner) -> str:
-    begin = scanner.position
-    match = scanner.match(WORD)
-    word = match[0] if match else ""
-    if word.lower() == HOST:
-        return HOST
-    if not names_device(word) or canonical_device(word) == "cpu":
-        scanner.fail("a device is missing; allowed: gpu:0, gpu:1, ... or host", at=begin)
-    if not scanner.take(":"):
-        return canonical_device(word)
-    number = scanner.match(INTEGER)
-    if number is None:
-        scanner.fail("the number of the gpu is missing, such as gpu:0")
-    return canonical_device(f"{word}:{number[0]}")
-
-
-def parse_flops(scanner: Scanner, name: str) -> float | None:
-    """Consume how fast a device computes, in operations per second; None where something else comes."""
-    scanner.skip_blanks()
-    begin = scanner.position
-    match = scanner.match(FLOPS)
-    if match is None:
-        return None
-    flops = float(match[1]) * SCALES[match[2].upper()]
-    if name == HOST:
-        scanner.fail("the host has no TFLOPS: only devices compute", at=begin)
-    if not flops:
-        scanner.fail(f"{match[0]!r} is zero; allowed: more than 0", at=begin)
-    return flops
-
-
-def parse_amount(scanner: Scanner) -> int:
-    scanner.skip_blanks()
-    begin = scanner.position
-    match = scanner.match(SIZE)
-    if match is None:
-        scanner.fail("a size is missing; write a number and a unit, such as 16GiB", at=begin)
     try:
-        amount = parse_bytes(match[0])
-    except InvalidInput as error:
-        scanner.fail(str(error), at=begin)
-    if not amount:
-        scanner.fail(f"{match[0]!r} is zero; allowed: more than 0", at=begin)
-    return amount
+        simdevice.install("sim", num_devices=len(hardware.devices))
+    except simdevice.CompilerMissing as error:
+        raise InvalidInput(str(error)) from None
+    simdevice.configure(
+        [
+            simdevice.SimDeviceSpec(
+                total_bytes=device.total_bytes,
+                h2d_bytes_per_s=device.link_bytes_per_s,
+                d2h_bytes_per_s=device.link_bytes_per_s,
+                peer_bytes_per_s=device.link_bytes_per_s,
+                **({"flops_per_s": device.flops_per_s} if device.flops_per_s else {}),
+            )
+            for device in hardware.devices
+        ],
+        pinned_bytes=hardware.pinned_bytes,
+    )

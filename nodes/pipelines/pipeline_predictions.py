@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,19 +13,10 @@ if TYPE_CHECKING:
     from ...memory.planner.run import BlockTimes
     from ...memory.tracing import CallTrace, Trace
     from ...memory.weights.component import Component
+    from ..described_hardware import DeviceRates
     from .sampling import Sampling
 
-__all__ = ["DeviceRates", "PipelinePredictor"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceRates:
-    """How fast a device computes: operations and bytes of its memory per second, and seconds to launch a kernel."""
-
-    flops_per_s: float
-    memory_bytes_per_s: float
-    launch_s: float
-    link_bytes_per_s: float
+__all__ = ["PipelinePredictor"]
 
 
 class PipelinePredictor:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from highwater.benchmarks.tiers import MODELS, describe, header_only, least_read_bytes, on_meta, plan_on, sdxl_name
-from highwater.headless.commands.hardware import DescribedDevice, Hardware
 from highwater.memory import load_model
 from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.model_loading import source_of
@@ -17,6 +16,7 @@ from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB
 from highwater.memory.weights.component import component_from_files
+from highwater.nodes.described_hardware import DescribedDevice, Hardware
 from highwater.nodes.plans import plan_files
 
 BLOCK_BYTES = 64 * MIB

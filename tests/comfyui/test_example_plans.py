@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.planner.plan import Plan
 from highwater.memory.units import GIB
+from highwater.nodes.described_hardware import parse_hardware
 from highwater.nodes.plans import plan_files
 from highwater.tests.comfyui.host_process import HostFiles
 from highwater.tests.comfyui.model_files import FP8_SCALE

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 
 from highwater.headless.arguments import build_parser
 from highwater.headless.cli import COMMANDS, main
-from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.transfer.devices import find_device, peers_of
 from highwater.memory.units import GIB, MIB
 from highwater.memory.weights.file_layouts import FILE_FORMS
+from highwater.nodes.described_hardware import parse_hardware
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.budget import BudgetItem
 from highwater.memory.options.marks import parse_watermarks
@@ -19,6 +18,7 @@ from highwater.memory.options.placement import (
     parse_placement,
 )
 from highwater.memory.options.profile import parse_profile
+from highwater.nodes.described_hardware import parse_hardware
 
 words = st.sampled_from(sorted(ACCELERATORS)).flatmap(lambda word: st.sampled_from([word, word.upper(), word.title()]))
 machines = st.sets(st.integers(0, 24), min_size=1, max_size=6).map(

@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from highwater import BudgetItem, MemoryManager, OffloadProfile, discover_components, load_model, load_weights, manage
-from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory import Watermark
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.options.placement import parse_placement
@@ -22,6 +21,7 @@ from highwater.memory.options.profile import parse_profile
 from highwater.memory.options.profile_arguments import build_profile
 from highwater.memory.units import parse_bytes
 from highwater.memory.weights.known_forms import FORMS
+from highwater.nodes.described_hardware import parse_hardware
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 PARTS = ["transformer", "text_encoder", "text_encoder_2", "vae"]

@@ -24,10 +24,11 @@ from highwater.headless import simdevice
 from highwater.headless.cli import models_directory
 from highwater.headless.commands.console import Console
 from highwater.headless.commands.demo import choose_hardware, run_demo
+from highwater.headless.commands.hardware import simulate
 from highwater.headless.commands.session import make_runner
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
-choose_hardware().simulate()
+simulate(choose_hardware())
 runner = make_runner(models_directory(SimpleNamespace(models=None)), out)
 run_demo(runner, out, Console(), simulated=True)
 manager = runner.manager

@@ -64,11 +64,12 @@ import json, os, signal, sys
 from types import SimpleNamespace
 from highwater.headless.cli import main
 from highwater.headless.commands.demo import choose_hardware
+from highwater.headless.commands.hardware import simulate
 from highwater.memory import default_manager
 from highwater.memory.runtime.blocks.weight_group import WeightGroup
 
 where, out, workflow = sys.argv[1:]
-choose_hardware().simulate()
+simulate(choose_hardware())
 manager = default_manager()
 blocks = []
 
