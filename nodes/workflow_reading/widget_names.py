@@ -147,7 +147,6 @@ CLASSES_AND_WIDGETS = """
     HighwaterPrecision: storage scale compute granularity skips exclude exclude_classes error_limit component
     HighwaterQuantizeFile: file to exclude name replace
     HighwaterSamplePipeline: prompt negative_prompt width height frames steps guidance seed
-    HighwaterSaveImage: filename_prefix
     HighwaterVerify: text cfg seed
     HighwaterVerifyPipeline: prompt width height frames guidance seed
     HighwaterWatermark: device low high
@@ -194,6 +193,7 @@ CLASSES_AND_WIDGETS = """
     ResizeImagesByShorterEdge: shorter_edge
     ResolutionSelector: aspect_ratio megapixels multiple
     SamplerCustom: add_noise noise_seed cfg
+    HighwaterSaveImage SaveImage: filename_prefix
     SDTurboScheduler: steps denoise
     SeedNode: seed
     SelectCLIPDevice SelectModelDevice SelectVAEDevice: device

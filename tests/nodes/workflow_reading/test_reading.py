@@ -340,6 +340,14 @@ def test_images_are_encoded_and_their_size_is_asked_for() -> None:
     assert use(found).size is None and "cat.png" in use(found).unknown[0] and not found.unknown
 
 
+def test_images_go_on_through_a_preview() -> None:
+    latent = node("VAEEncode", pixels=["shown", 0], vae=["vae", 0])
+    image = node("EmptyImage", width=256, height=128, batch_size=3, color=0)
+    assert sized(latent, shown=node("PreviewImage", images=["image", 0]), image=image) == Size(
+        width=256, height=128, batch=3
+    )
+
+
 def test_one_image_of_unknown_size_has_the_size_that_it_is_given() -> None:
     scaled = node("ImageScale", image=["image", 0], upscale_method="area", width=640, height=480, crop="center")
     latent = node("VAEEncode", pixels=["scaled", 0], vae=["vae", 0])
