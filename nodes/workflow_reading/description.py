@@ -146,7 +146,8 @@ class WorkflowUse:
     steps: int | None = None
     cfg: float | None = None
     conds: int | None = None
-    """How many times a step evaluates the model for each latent: 1 without guidance, 2 with a negative prompt."""
+    """How many times a step evaluates the model for each latent: 1 without guidance, 2 with a negative prompt. Of a
+    pipeline the most: those that take guidance as a number, such as Flux, evaluate once."""
     denoise: float | None = None
     tiling: Tiling | None = None
     references: tuple[Size | None, ...] = ()

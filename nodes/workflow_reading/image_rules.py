@@ -134,6 +134,7 @@ IMAGE_RULES: dict[str, Rule] = {
     "EmptyImage": empty_image,
     "GetImageSize": image_size,
     **dict.fromkeys(SAME_IMAGE.split(), partial(same_picture, "image")),
+    **dict.fromkeys(("PreviewImage", "SaveImage"), partial(same_picture, "images")),
     "ImageCompositeMasked": partial(same_picture, "destination"),
     "ImageScale": partial(resize, "image", ("width", "height"), 1),
     "ResizeAndPadImage": partial(resize, "image", ("target_width", "target_height"), 1),

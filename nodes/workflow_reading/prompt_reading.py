@@ -214,6 +214,8 @@ OUTPUTS = frozenset(
         "HighwaterVerify",
         "HighwaterVerifyPipeline",
         "HighwaterWatermark",
+        "PreviewImage",
+        "SaveImage",
         "SaveLatent",
     ]
 )

@@ -47,7 +47,14 @@ def read_workflow(
 
 
 def checked(graph: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nodes of a graph in API format. Raises `InvalidInput` where there are none."""
+    """Return the nodes of a graph in API format, or of the request that queues one.
+
+    Raises:
+        InvalidInput: there are no nodes, or too many.
+    """
+    inner = graph.get("prompt")
+    if isinstance(inner, Mapping) and "class_type" not in inner:
+        graph = inner
     prompt = {
         node_id: node
         for node_id, node in graph.items()

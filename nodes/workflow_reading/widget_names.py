@@ -10,6 +10,22 @@ __all__ = ["KNOWN_WIDGETS", "read_widgets"]
 # What the page adds behind a number: how it changes after each run. Prompts do not have it.
 CONTROL_WORDS = ("fixed", "increment", "decrement", "randomize", "increment-wrap")
 
+# Of classes whose first widget chooses which others there are: these follow it.
+RESIZE = "resize_type."
+CHOSEN_WIDGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "ResizeImageMaskNode": {
+        "scale dimensions": (f"{RESIZE}width", f"{RESIZE}height", f"{RESIZE}crop"),
+        "scale by multiplier": (f"{RESIZE}multiplier",),
+        "scale longer dimension": (f"{RESIZE}longer_size",),
+        "scale shorter dimension": (f"{RESIZE}shorter_size",),
+        "scale width": (f"{RESIZE}width",),
+        "scale height": (f"{RESIZE}height",),
+        "scale total pixels": (f"{RESIZE}megapixels",),
+        "match size": (f"{RESIZE}crop",),
+        "scale to multiple": (f"{RESIZE}multiple",),
+    }
+}
+
 
 def read_widgets(node: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of a node's widgets by their names.
@@ -27,6 +43,8 @@ def read_widgets(node: Mapping[str, Any], names: Sequence[str] | None) -> dict[s
         return {}
     listed = listed_widgets(node)
     known = names if names is not None else KNOWN_WIDGETS.get(node["type"])
+    if node["type"] in CHOSEN_WIDGETS and known and values and isinstance(values[0], str):
+        known = [known[0], *CHOSEN_WIDGETS[node["type"]].get(values[0], ()), *known[1:]]
     choices = [choice for choice in (listed, known) if choice]
     fitting = [choice for choice in choices if not assign(choice, values)[1]]
     choice = next(iter(fitting or choices[::-1]), ())
@@ -129,7 +147,6 @@ CLASSES_AND_WIDGETS = """
     HighwaterPrecision: storage scale compute granularity skips exclude exclude_classes error_limit component
     HighwaterQuantizeFile: file to exclude name replace
     HighwaterSamplePipeline: prompt negative_prompt width height frames steps guidance seed
-    HighwaterSaveImage: filename_prefix
     HighwaterVerify: text cfg seed
     HighwaterVerifyPipeline: prompt width height frames guidance seed
     HighwaterWatermark: device low high
@@ -176,6 +193,7 @@ CLASSES_AND_WIDGETS = """
     ResizeImagesByShorterEdge: shorter_edge
     ResolutionSelector: aspect_ratio megapixels multiple
     SamplerCustom: add_noise noise_seed cfg
+    HighwaterSaveImage SaveImage: filename_prefix
     SDTurboScheduler: steps denoise
     SeedNode: seed
     SelectCLIPDevice SelectModelDevice SelectVAEDevice: device

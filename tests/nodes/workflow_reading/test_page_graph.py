@@ -96,6 +96,34 @@ def test_older_pages_list_no_widgets_among_the_inputs() -> None:
         assert read_workflow(older) == read_workflow(graph)
 
 
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        (["scale total pixels", 1.0, "area"], (1448, 720)),
+        (["scale dimensions", 320, 256, "center", "area"], (320, 256)),
+        (["scale longer dimension", 512, "lanczos"], (512, 256)),
+        (["scale to multiple", 64, "area"], None),
+    ],
+)
+def test_widgets_that_another_one_chooses_are_read(values: list[Any], size: tuple[int, int] | None) -> None:
+    graph = {
+        "nodes": [
+            {"id": 1, "type": "EmptyImage", "widgets_values": [1600, 800, 1, 0]},
+            {
+                "id": 2,
+                "type": "ResizeImageMaskNode",
+                "widgets_values": values,
+                "inputs": [{"name": "input", "link": 1}],
+            },
+            {"id": 3, "type": "VAEEncode", "inputs": [{"name": "pixels", "link": 2}]},
+            {"id": 4, "type": "SaveLatent", "inputs": [{"name": "samples", "link": 3}]},
+        ],
+        "links": [[place, place, 0, place + 1, 0, "*"] for place in (1, 2, 3)],
+    }
+    (encoded,) = read_workflow(graph).uses
+    assert (encoded.size and (encoded.size.width, encoded.size.height)) == size
+
+
 def in_subgraph(graph: dict[str, Any], name: str = "sub") -> dict[str, Any]:
     """Return a graph with all nodes inside a subgraph but for the last two; a link and a widget lead in, one out."""
     graph = copied(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,19 @@ def test_nodes_that_have_nothing_to_do_with_memory_are_not_named() -> None:
     assert not read_workflow(graph).unknown
 
 
+def test_the_request_that_queues_a_prompt_is_read_as_the_prompt() -> None:
+    request = {"client_id": "x", "prompt": text_to_image(), "extra_data": {}}
+    assert read_workflow(request) == read_workflow(text_to_image())
+    assert read_workflow(text_to_image(prompt=node("PrimitiveString", value="x"))).uses
+
+
+def test_nodes_that_other_packs_resolve_in_the_page_are_named() -> None:
+    graph = text_to_image(model=node("GetNode", Constant="the_model"))
+    found = read_workflow(graph)
+    assert labels(found) == ["GetNode"]
+    assert use(found).model is None and use(found).size is not None
+
+
 # -- sizes and steps
 
 
@@ -324,6 +338,14 @@ def test_images_are_encoded_and_their_size_is_asked_for() -> None:
     assert use(found, Call.ENCODE).size == use(found).size == Size(width=1016, height=512)
     found = read_workflow(graph)
     assert use(found).size is None and "cat.png" in use(found).unknown[0] and not found.unknown
+
+
+def test_images_go_on_through_a_preview() -> None:
+    latent = node("VAEEncode", pixels=["shown", 0], vae=["vae", 0])
+    image = node("EmptyImage", width=256, height=128, batch_size=3, color=0)
+    assert sized(latent, shown=node("PreviewImage", images=["image", 0]), image=image) == Size(
+        width=256, height=128, batch=3
+    )
 
 
 def test_one_image_of_unknown_size_has_the_size_that_it_is_given() -> None:
@@ -476,3 +498,15 @@ def described(found: WorkflowDescription, use: WorkflowUse) -> tuple[Any, ...]:
 def test_the_graphs_in_the_help_are_understood(name: str) -> None:
     found = read_workflow(HELP_GRAPHS[name].graph)
     assert all(node.class_type.startswith("Test") for node in found.unknown)
+
+
+def test_reading_loads_no_torch(run_python: Callable[[str], None]) -> None:
+    run_python("""
+import sys
+from highwater.headless.comfy_stub import comfy_api
+comfy_api.install()
+from highwater.nodes.workflow_reading import find_files, find_loras, image_size, read_workflow
+loader = {"class_type": "HighwaterLoadPipeline", "inputs": {"pipeline": "x", "profile": "auto"}}
+assert find_files(read_workflow({"1": loader}).models[0]).missing
+assert "torch" not in sys.modules
+""")
