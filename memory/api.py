@@ -25,6 +25,7 @@ from .options.profile import OffloadProfile
 from .options.profile_arguments import build_profile
 from .pipeline_parts import Parts
 from .planner.plan import Plan
+from .planner.run import Use
 from .runtime.changes.other_offloaders import ExecutionMark
 from .transfer.devices import list_devices
 from .verification.findings import Verification
@@ -363,6 +364,7 @@ def manage(
     manager: MemoryManager | None = None,
     name: str | None = None,
     node_id: str | None = None,
+    uses: Sequence[Use] = (),
     **overrides: Any,
 ) -> Managed:
     """Take modules under management; they move when they compute, and leave when others need the memory.
@@ -386,6 +388,8 @@ def manage(
             show them.
         manager: the manager to join; by default the process-wide one.
         name: a prefix for the components' ids; ``node_id`` the node that loads them, for the report.
+        uses: what the run to come computes with them, as far as that is known: it chooses devices for ``auto``, and
+            what forwards are predicted to take beside the weights stays free.
         overrides: fields of the profile: ``budgets``, ``pinned``, ``prefetch_blocks``, ``quantize``, ``on_demand``,
             ``unload``, ``reserve``, ``compile``. Each replaces the whole field: ``budgets`` leaves none of the
             profile's own, while the text ``4,vae=1GiB`` keeps its others.
@@ -413,6 +417,7 @@ def manage(
         patterns=read_patterns(blocks),
         name=name,
         node_id=node_id,
+        uses=uses,
     )
     return Managed(manager, members, plan, target if holds_pipeline(target) else None, choices)
 

@@ -24,6 +24,7 @@ from .image import HighwaterSaveImage
 from .keep import HighwaterKeep, HighwaterRelease
 from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .pipelines.verify import HighwaterVerifyPipeline
+from .plan import HighwaterPlan
 from .precision import HighwaterPrecision
 from .report import HighwaterMemoryReport
 from .watermark import HighwaterWatermark
@@ -42,6 +43,7 @@ NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterKeep,
     HighwaterRelease,
     HighwaterLimits,
+    HighwaterPlan,
     HighwaterMemoryReport,
 )
 # For ComfyUI's own models: the headless host has none and does not list them.

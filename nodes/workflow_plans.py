@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..memory.planner.run_plan import RunPlan
     from ..memory.weights.component import Component
 
-__all__ = ["PlannedCall", "Prediction", "Predictor", "WorkflowPlan", "plan_workflow"]
+__all__ = ["PlannedCall", "Prediction", "Predictor", "WorkflowPlan", "calls_of", "plan_workflow", "use_of"]
 
 # What each call computes with, of a pipeline's parts.
 KIND_OF_CALL = {
@@ -128,6 +128,7 @@ def plan_workflow(
         files = find_files(model)
         notes += files.missing
         if files.missing or not files.paths:
+            notes += [] if files.missing else [f"{model.node.label}: names no file"]
             continue
         try:
             parts = describe_model(model, files.paths)
@@ -149,16 +150,9 @@ def plan_workflow(
     uses: list[Use] = []
     for use in described.uses:
         notes += [f"{use.node.label}: {line}" for line in use.unknown]
-        of_node = tuple(other for other in described.uses if other.node == use.node)
         for place in (use.model, *use.beside):
             if place is not None and place in loaded:
-                parts, paths = loaded[place]
-                model = described.models[place]
-                calls = [
-                    PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node)
-                    for part in parts
-                    if model.kind != PIPELINE or part.kind == KIND_OF_CALL.get(use.call)
-                ]
+                calls = calls_in(described, use, described.models[place], *loaded[place])
                 uses += [use_of(call, predict(call)) for call in calls]
     plans, run = plan_together(requests, uses)
     by_label = dict(zip(labels, plans, strict=True))
@@ -215,6 +209,35 @@ def placement_of(model: LoadedModel, devices: Collection[str], names: Sequence[s
         chosen = home if model.kind != PIPELINE and home in devices else None
         return AUTO_PLACEMENT if chosen is None else parse_placement(chosen, devices=devices, components=names)
     return parse_placement(text, devices=devices, components=names)
+
+
+def calls_of(
+    described: WorkflowDescription, model: LoadedModel, parts: Sequence[Component], paths: tuple[Path, ...]
+) -> list[PlannedCall]:
+    """Return all calls of a loaded model's components in a workflow, in order."""
+    place = described.models.index(model)
+    return [
+        call
+        for use in described.uses
+        if place in (use.model, *use.beside)
+        for call in calls_in(described, use, model, parts, paths)
+    ]
+
+
+def calls_in(
+    described: WorkflowDescription,
+    use: WorkflowUse,
+    model: LoadedModel,
+    parts: Sequence[Component],
+    paths: tuple[Path, ...],
+) -> list[PlannedCall]:
+    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind."""
+    of_node = tuple(other for other in described.uses if other.node == use.node)
+    return [
+        PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node)
+        for part in parts
+        if model.kind != PIPELINE or part.kind == KIND_OF_CALL.get(use.call)
+    ]
 
 
 def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:

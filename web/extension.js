@@ -19,6 +19,8 @@ import { followServer, live, notify } from "./server.js";
 // An own key on the page's store becomes reactive in the page's own Vue. That is what makes badges live in
 // Nodes 2.0, where nothing else tells a badge to be drawn again; the page offers no documented way.
 const STORE = "highwaterReadouts";
+// These show a text of many lines.
+const TEXT_NODES = new Set(["HighwaterMemoryReport", "HighwaterPlan"]);
 const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Limits|Verify|QuantizeFile|VerifyPipeline)$)/;
 
 /**
@@ -143,7 +145,7 @@ app.registerExtension({
       badge.text = (key && texts()[key]) || ""; // no text, no badge
       return badge;
     });
-    if (node.comfyClass === "HighwaterMemoryReport") addTextBox(node);
+    if (TEXT_NODES.has(node.comfyClass)) addTextBox(node);
     if (TELLING_NODE.test(node.comfyClass ?? "")) addNotes(node);
   },
 

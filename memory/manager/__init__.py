@@ -9,7 +9,7 @@ __all__, __getattr__ = lazy_names(
     {
         "oom_message": ["read_shortage"],
         "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
-        "module_plans": ["Draft", "bytes_in_ram", "plan_modules"],
+        "module_plans": ["Draft", "bytes_in_ram", "plan_modules", "with_file"],
         "vae_room": ["VaePlace", "VaeRoom"],
         "watermark": [
             "Watermark",

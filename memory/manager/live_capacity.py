@@ -153,6 +153,10 @@ class LiveCapacity:
             self.device_digests[device] = digest_device(self.devices[device])
         return digest, self.device_digests[device]
 
+    def expect(self, member: Member, num_bytes: int) -> bool:
+        """Note what forwards to come are predicted to take on a member's first device; returns whether it is news."""
+        return self.needs.expect(self.key_of(member.managed.component, member.managed.primary.name, member), num_bytes)
+
     def kept_for_sharing(self, member: Member | None, device: str) -> int:
         """Return the bytes that a member leaves free for its lenders' least form and for its borrowers' forwards.
 

@@ -262,9 +262,7 @@ class MemoryManager:
         """Keep free for components what their forwards to come are predicted to take beside the weights."""
         with self.lock.exclusive():
             for member, num_bytes in activation_bytes.items():
-                device = member.managed.primary.name
-                key = self.capacity.key_of(member.managed.component, device, member)
-                if self.capacity.needs.expect(key, num_bytes):
+                if self.capacity.expect(member, num_bytes):
                     member.outdate_plan()
 
     def machine(self, *, freed_bytes: int = 0, is_hosted: bool = False) -> Machine:

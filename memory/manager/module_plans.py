@@ -18,6 +18,7 @@ from ..planner.plan import Plan
 from ..planner.planning import granularity_of, weights_to_measure
 from ..planner.replanning import fresh_plan_holds
 from ..planner.request import PlanRequest, plan_request
+from ..planner.run import Use
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
@@ -63,6 +64,7 @@ def plan_modules(
     shared: Mapping[str, Shared] | None = None,
     draft: Draft | None = None,
     is_hosted: bool = False,
+    uses: Sequence[Use] = (),
 ) -> Draft:
     """Return modules as components, and their plan; moves nothing.
 
@@ -77,6 +79,7 @@ def plan_modules(
         shared: what components share, by name.
         draft: an earlier result for the same placement, profile and precision; returned again where it holds.
         is_hosted: whether their host reads single weights of them, from their file where they rest there.
+        uses: what the run to come computes with them, as far as that is known.
     """
     largest_bytes: int | None = None
     cuts_whole = False
@@ -139,6 +142,7 @@ def plan_modules(
                     placement=placement,
                     profile=profile,
                     precision=precision,
+                    uses=tuple(use for use in uses if use.component in modules),
                 )
             )
         except (DoesNotFit, InvalidInput) as error:

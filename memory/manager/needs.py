@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..planner.capacity import EVERYTHING, KeptFree
+from ..planner.run import with_slack
 from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..weights.component import Component
@@ -24,8 +25,6 @@ __all__ = ["Key", "Need", "Needs", "digest_component", "digest_device"]
 
 
 DIGEST_LENGTH = 32
-# After a failure a 16th more than the peak is kept free: no two forwards allocate quite alike.
-SLACK = 16
 # A run that needed less takes a quarter of the difference off, and a 32nd of what was free at a failure.
 DECAY = 4
 FAILURE_DECAY = 32
@@ -113,9 +112,9 @@ class Need:
         if self.is_open:
             self.futile_bytes = 0
             if self.seen_bytes > self.failed_bytes:
-                self.guard_bytes, self.failed_bytes = self.with_slack(self.seen_bytes), 0
+                self.guard_bytes, self.failed_bytes = with_slack(self.seen_bytes), 0
             else:
-                self.guard_bytes = max(free_bytes(), self.with_slack(self.failed_bytes))
+                self.guard_bytes = max(free_bytes(), with_slack(self.failed_bytes))
         if is_news:
             self.used_s = int(time.time())
         return is_news
@@ -130,14 +129,10 @@ class Need:
         self.failed_bytes -= -(-self.failed_bytes // FAILURE_DECAY)
         if self.failed_bytes <= self.seen_bytes:
             self.failed_bytes = 0
-        least = self.with_slack(max(self.seen_bytes, self.failed_bytes))
+        least = with_slack(max(self.seen_bytes, self.failed_bytes))
         if self.guard_bytes:
             self.guard_bytes = max(least, self.guard_bytes - -(-(self.guard_bytes - least) // DECAY))
         return before != (self.seen_bytes, self.guard_bytes, self.failed_bytes)
-
-    @staticmethod
-    def with_slack(num_bytes: int) -> int:
-        return num_bytes + num_bytes // SLACK
 
 
 Key = tuple[str, str]
@@ -184,7 +179,7 @@ class Needs:
         """
         sizes = self.known.get(key)
         expected = self.expected.get(key)
-        predicted = None if expected is None else KeptFree(num_bytes=Need.with_slack(expected), why=PREDICTED)
+        predicted = None if expected is None else KeptFree(num_bytes=with_slack(expected), why=PREDICTED)
         if not sizes:
             return predicted
         if size is None and predicted is not None:

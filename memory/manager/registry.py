@@ -13,6 +13,7 @@ from ..options.placement import Placement, PlacementItem, SplitRatio
 from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile
 from ..planner.plan import Plan
+from ..planner.run import Use, largest_activations
 from ..runtime.blocks.pristine_slab import KnownOrigins
 from ..runtime.holders import find_sharers
 from ..runtime.managed_component import ManagedComponent, Phase
@@ -63,6 +64,7 @@ class Registry:
         draft: Draft | None = None,
         reasons: Sequence[str] = (),
         origins: Mapping[str, KnownOrigins] | None = None,
+        uses: Sequence[Use] = (),
     ) -> tuple[list[Member], Plan]:
         """Take modules under management: plan, pack in host memory, hook. All of them or none.
 
@@ -74,6 +76,7 @@ class Registry:
             draft: their components and plan, made before with the same choices.
             reasons: what was decided for them before they were planned, for the report.
             origins: by component, what its weights were read from.
+            uses: what the run to come computes with them, by the components' names.
         """
         refuse_unknown("files of", sources or {}, modules)
         refuse_unknown("blocks of", patterns or {}, modules)
@@ -106,6 +109,7 @@ class Registry:
             shared=common,
             draft=draft,
             is_hosted=is_hosted,
+            uses=uses,
         )
         components, plan = planned.components, planned.plan
         self.sharing.refuse_apart(
@@ -139,6 +143,10 @@ class Registry:
         self.join(newcomers, sharers)
         for member in found.values():
             member.add_holder()
+        for component, member in members.items():
+            num_bytes = largest_activations(uses, component)
+            if num_bytes is not None:
+                self.capacity.expect(member, num_bytes)
         self.capacity.trim_kept()
         self.capacity.outdate_plans()
         joined = {**found, **members}

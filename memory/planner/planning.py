@@ -33,7 +33,6 @@ from .mixed_tiers import share_ram
 from .plan import ComponentPlan, Plan
 from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
-from .run import BlockTimes
 from .sizes import Sizes, explain_non_block
 from .workload import find_blocking
 
@@ -56,7 +55,6 @@ def plan_components(
     profile: OffloadProfile,
     precision: PrecisionRequest = None,
     block_seconds: Mapping[str, Mapping[int, float]] | None = None,
-    times: Mapping[str, Mapping[str, BlockTimes]] | None = None,
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory all together.
 
@@ -67,7 +65,6 @@ def plan_components(
     Args:
         precision: None is what the profile says.
         block_seconds: by component, what each of its blocks was measured to compute, in the order in which they ran.
-        times: by component and device, what its blocks are predicted to compute, for those without measured ones.
 
     Raises:
         InvalidInput: a budget or tier that cannot be met as written.
@@ -76,18 +73,12 @@ def plan_components(
     drafts = [draft(component, machine, placement, profile, precision) for component in components]
     stores = choose_tiers([stores for stores, _, _ in drafts], machine, profile)
     shared = []
-    known_seconds: dict[str, Mapping[int, float] | None] = {}
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
-        name = part.component.name
-        measured, predicted = (block_seconds or {}).get(name), (times or {}).get(name, {})
-        first = predicted.get(devices[0].device)
-        known = measured or (first.by_block() if first is not None else None)
-        shares = plan_in_turn(part, devices, machine, profile, reasons, known)
+        seconds = (block_seconds or {}).get(part.component.name)
+        shares = plan_in_turn(part, devices, machine, profile, reasons, seconds)
         if not shares:
             groups = split_blocks(part.sizes, devices, machine, profile, reasons)
-            known = measured or seconds_where(devices, groups, predicted)
-            shares = plan_shares(part, devices, groups, machine, profile, known)
-        known_seconds[name] = measured or seconds_where(devices, [share.blocks for share in shares], predicted)
+            shares = plan_shares(part, devices, groups, machine, profile, seconds)
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     for part, (_, _, reasons) in zip(shared, drafts, strict=True):
@@ -106,7 +97,7 @@ def plan_components(
                 for share in plan.shares
             ):
                 # Not all blocks rest where they were assumed to: what is shown is what its first pass would plan.
-                seconds = known_seconds[part.component.name]
+                seconds = (block_seconds or {}).get(part.component.name)
                 beside = beside_stored(machine, plans)
                 plan = replan_shares(part.component, plan, beside, profile, seconds, ram=left)
             plans.append(plan)
@@ -114,17 +105,6 @@ def plan_components(
         if all(map(stream_the_same, shared, before)):
             break
     return Plan(components=tuple(plans), profile=profile)
-
-
-def seconds_where(
-    devices: Sequence[SplitRatio], groups: Sequence[Sequence[int]], times: Mapping[str, BlockTimes]
-) -> dict[int, float] | None:
-    """Return the seconds of all blocks, each on the device where it computes; None where a device has no times."""
-    if any(split.device not in times for split in devices):
-        return None
-    by_block = {split.device: times[split.device].by_block() for split in devices}
-    where = {number: split.device for split, group in zip(devices, groups, strict=True) for number in group}
-    return {number: by_block[where[number]][number] for number in sorted(where)} or None
 
 
 def plan_shares(

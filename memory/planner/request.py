@@ -11,9 +11,11 @@ from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import KeptFree, Machine
 from .device_choice import Part, choose_devices
-from .plan import Plan
+from .device_plan import DevicePlan
+from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
-from .run import Use, largest_activations, usual_uses
+from .replanning import replan_shares
+from .run import BlockTimes, Use, largest_activations, usual_uses, with_slack
 from .run_plan import RunPlan, copy_rate, first_and_further, num_hops, run_seconds
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
@@ -80,7 +82,6 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             profile=request.profile,
             precision=request.precision,
             block_seconds=request.block_seconds,
-            times={use.component: use.times for use in uses if use.times},
         )
         components = tuple(
             replace(part, choices=(reasons[part.component], *explain_integrated(machine), *part.choices))
@@ -89,7 +90,15 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             for part in plan.components
         )
         plans.append(replace(plan, components=components))
-    return plans, run_of(plans, uses, machine) if uses else None
+    if not uses:
+        return plans, None
+    by_name = {component.name: component for request in requests for component in request.components}
+    settled = {
+        part.component: settled_shares(by_name[part.component], part, uses, machine, plan.profile)
+        for plan in plans
+        for part in plan.components
+    }
+    return plans, run_of(plans, settled, uses, machine)
 
 
 def machine_beside_plans(machine: Machine, plans: Sequence[Plan]) -> Machine:
@@ -121,17 +130,42 @@ def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:
         num_bytes = largest_activations(uses, component.name)
         if num_bytes is None:
             return kept
-        return KeptFree(num_bytes=num_bytes, why="predicted for this workflow")
+        return KeptFree(num_bytes=with_slack(num_bytes), why="predicted for this workflow")
 
     return replace(machine, needs=needs) if uses else machine
 
 
-def run_of(plans: Sequence[Plan], uses: Sequence[Use], machine: Machine) -> RunPlan:
-    """Return what a run does with plans ([Note: repeated run] in `run_plan.py`)."""
+def settled_shares(
+    component: Component, plan: ComponentPlan, uses: Sequence[Use], machine: Machine, profile: OffloadProfile
+) -> tuple[DevicePlan, ...]:
+    """Return the shares that a component has when the times of its blocks were measured, which its first pass does.
+
+    The plan's own where nothing streams, or no times are predicted.
+    """
+    times = next((use.times for use in uses if use.component == component.name and use.times), {})
+    seconds = seconds_where(plan.shares, times)
+    if seconds is None or not plan.streams:
+        return plan.shares
+    return replan_shares(component, plan, machine, profile, seconds).shares
+
+
+def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes]) -> dict[int, float] | None:
+    """Return the seconds of all blocks, each on the device where it computes; None where a device has no times."""
+    if any(share.device not in times for share in shares):
+        return None
+    by_device = {share.device: times[share.device].by_block() for share in shares}
+    where = {number: share.device for share in shares for number in share.blocks}
+    return {number: by_device[where[number]][number] for number in sorted(where)} or None
+
+
+def run_of(
+    plans: Sequence[Plan], settled: Mapping[str, Sequence[DevicePlan]], uses: Sequence[Use], machine: Machine
+) -> RunPlan:
+    """Return what a run does with plans ([Note: repeated run] in `run_plan.py`), by the seconds of settled shares."""
     shares = {part.component: part.shares for plan in plans for part in plan.components}
     passes: dict[int, float | None] = {}
     for number, use in enumerate(uses):
-        of = shares[use.component]
+        of = settled[use.component]
         rates = [copy_rate(machine.device(share.device)) for share in of if share.device != "cpu"]
         hop_s = num_hops(of) * use.carried_bytes / min(rates) if len(of) > 1 and rates else 0.0
         passes[number] = run_seconds(of, use.times, hop_s)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from ..weights.component import Component
 
-__all__ = ["BlockTimes", "Use", "usual_uses"]
+__all__ = ["BlockTimes", "Use", "largest_activations", "usual_uses", "with_slack"]
 
 # The order in which the parts of a pipeline compute, and how often each does where nothing tells: a sampler's steps.
 USUAL_ORDER = ("text", "vision", "control", "diffusion", "vae")
 USUAL_STEPS = 20
 KINDS_OF_STEPS = ("control", "diffusion")
+SLACK = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,11 @@ def usual_uses(components: Iterable[Component]) -> tuple[Use, ...]:
     return tuple(
         Use(component=part.name, num_passes=USUAL_STEPS if part.kind in KINDS_OF_STEPS else 1) for part in ordered
     )
+
+
+def with_slack(num_bytes: int) -> int:
+    """Return what is kept free for a predicted need: a 16th more, as no two forwards allocate quite alike."""
+    return num_bytes + num_bytes // SLACK
 
 
 def largest_activations(uses: Sequence[Use], component: str) -> int | None:

@@ -121,7 +121,8 @@ class RunPlan:
         """Which components take turns on a device because they do not fit together, a line each."""
         lines = []
         for device in self.devices:
-            parts = sorted({name for use in self.uses for name, at, _ in use.evicted if at == device})
+            pairs = [(use.use.component, name) for use in self.uses for name, at, _ in use.evicted if at == device]
+            parts = sorted({part for pair in pairs for part in pair})
             if parts:
                 room = format_bytes(self.room[device])
                 lines.append(f"{' and '.join(parts)} take turns on {device}: {room} do not hold all parts together")

@@ -65,7 +65,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
             outputs=[
                 PipelineType.Output(display_name="pipeline", tooltip="The loaded pipeline, managed by Highwater.")
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -118,6 +118,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
         from ..progress import showing_loadings
         from .diffusers_pipelines import load_with_sources
         from .pipeline_folders import check_pipeline, ready_pipeline
+        from .pipeline_predictions import predict_uses
         from .sampling import LoadedPipeline
 
         folder = ready_pipeline(pipeline)
@@ -125,6 +126,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
         fitting_profile, notes = fit_profile(*chosen_profile(profile, components))
         fitting_placement, more_notes = fit_placement(read_placement(placement, components), placement)
         pipe, sources = load_with_sources(folder)
+        uses, sizes = predict_uses(cls.hidden.prompt, cls.hidden.unique_id, pipe)
         with showing_loadings():
             managed = manage(
                 pipe,
@@ -134,9 +136,11 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 files=sources,
                 name=pipeline,
                 node_id=cls.hidden.unique_id,
+                uses=uses,
             )
         return io.NodeOutput(
-            LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark), ui={"text": [*notes, *more_notes]}
+            LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark, traced=sizes),
+            ui={"text": [*notes, *more_notes]},
         )
 
 

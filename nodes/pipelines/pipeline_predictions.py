@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..workflow_plans import PlannedCall, Prediction
+from ..device_choices import accelerator_names
+from ..workflow_plans import PlannedCall, Prediction, calls_of, use_of
 from ..workflow_reading.description import PIPELINE, Call, WorkflowUse
 
 if TYPE_CHECKING:
-    from ...memory.planner.run import BlockTimes
+    from ...memory.planner.run import BlockTimes, Use
     from ...memory.tracing import CallTrace, Trace
     from ...memory.weights.component import Component
     from ..described_hardware import DeviceRates
@@ -24,10 +25,12 @@ class PipelinePredictor:
 
     Args:
         rates: by device, as far as they are known.
+        loaded: the pipeline where it is loaded already.
     """
 
-    def __init__(self, rates: Mapping[str, DeviceRates]) -> None:
+    def __init__(self, rates: Mapping[str, DeviceRates], loaded: Any = None) -> None:
         self.rates = rates
+        self.loaded = loaded
         self.traced: dict[tuple[Path, Sampling], Sequence[CallTrace]] = {}
         self.failed: dict[Path, str] = {}
         """Why a pipeline cannot be traced, by its folder."""
@@ -61,9 +64,44 @@ class PipelinePredictor:
         )
 
     def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
-        from .pipeline_traces import trace_folder
+        from .pipeline_traces import trace_folder, trace_pipeline
 
-        return trace_folder(folder, sampling)
+        return trace_folder(folder, sampling) if self.loaded is None else trace_pipeline(self.loaded, sampling)
+
+
+def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...], set[Sampling]]:
+    """Return what a workflow computes with a loaded pipeline, and the sizes; nothing where that cannot be told.
+
+    Args:
+        prompt: the workflow, in API format.
+        node_id: of the node that loads it.
+    """
+    from torch import nn
+
+    from ...memory.errors import InvalidInput
+    from ...memory.weights.module_component import component_from_module
+    from ..workflow_reading import read_workflow
+
+    if not accelerator_names():
+        return (), set()
+    try:
+        described = read_workflow(prompt)
+    except InvalidInput:
+        return (), set()
+    components = [
+        component_from_module(module, name=name)
+        for name, module in pipe.components.items()
+        if isinstance(module, nn.Module)
+    ]
+    predict = PipelinePredictor({}, pipe)
+    found = []
+    for model in described.models:
+        if model.node.id == node_id:
+            for call in calls_of(described, model, components, (Path(),)):
+                predicted = predict(call)
+                if predicted is not None:
+                    found.append(use_of(call, predicted))
+    return tuple(found), {sampling for _, sampling in predict.traced}
 
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:

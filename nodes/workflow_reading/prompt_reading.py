@@ -67,6 +67,7 @@ RULES: dict[str, Rule] = {
     "HighwaterWatermark": set_watermark,
     "HighwaterMemoryReport": pass_any("after"),
     "HighwaterLimits": pass_any(),
+    "HighwaterPlan": pass_any(),
     "HighwaterSaveImage": pass_any(),
     "HighwaterQuantizeFile": pass_any(),
 }
@@ -208,6 +209,7 @@ OUTPUTS = frozenset(
         "HighwaterKeep",
         "HighwaterLimits",
         "HighwaterMemoryReport",
+        "HighwaterPlan",
         "HighwaterQuantizeFile",
         "HighwaterRelease",
         "HighwaterSaveImage",

@@ -1,0 +1,80 @@
+"""The node that shows the plan of its own workflow, before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+from .schema import make_schema
+
+__all__ = ["HighwaterPlan"]
+
+
+class HighwaterPlan(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return make_schema(
+            node_id="HighwaterPlan",
+            display_name="Plan",
+            description=(
+                "Shows, before it runs, where each model of this workflow will be, in which precision, what streams, "
+                "the peak of each device, what is loaded and evicted, how long a step takes, and why. Loads nothing. "
+                "Also for GPUs that are not here."
+            ),
+            search_aliases=["does it fit", "vram estimate", "predict memory", "dry run", "placement plan"],
+            inputs=[
+                io.String.Input(
+                    "devices",
+                    default="",
+                    tooltip=(
+                        "Empty: this machine, as it is now. Or a machine to plan for: "
+                        "gpu:0=12GiB@25GB/s@80TFLOPS,gpu:1=8GiB,host=32GiB. Without TFLOPS no times are shown."
+                    ),
+                ),
+            ],
+            outputs=[
+                io.String.Output(display_name="plan", tooltip="The plan as text: tables, reasons, what to paste."),
+                io.Image.Output(display_name="picture", tooltip="A bar for each device and part of the run."),
+            ],
+            hidden=[io.Hidden.prompt],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, devices: str | None = None) -> bool | str:
+        """Check what describes a machine; a linked text is read when the node runs."""
+        from ..memory.errors import InvalidInput
+        from .described_hardware import parse_hardware
+
+        try:
+            if devices is not None and devices.strip():
+                parse_hardware(devices)
+        except InvalidInput as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: object) -> float:
+        """Other nodes' widgets and free memory change the plan: NaN equals nothing, so it is made every time."""
+        return float("nan")
+
+    @classmethod
+    def execute(cls, devices: str) -> io.NodeOutput:
+        from .described_hardware import parse_hardware
+        from .graph_plans import plan_graph
+        from .plan_picture import draw_plan
+
+        hardware = parse_hardware(devices) if devices.strip() else None
+        planned = plan_graph(cls.hidden.prompt, source="this workflow", hardware=hardware)
+        picture = draw_plan(planned.plans, planned.run, planned.machine)
+        text = planned.text()
+        return io.NodeOutput(text, as_images(picture), ui=ui.PreviewText(text))
+
+
+def as_images(picture: Any) -> Any:
+    """Return a picture as images of the host: [1, H, W, 3], float32 from 0 to 1."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255.0)[None]

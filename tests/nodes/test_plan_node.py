@@ -1,0 +1,122 @@
+"""The Plan node: it reads the graph that it is in, and says before the run what the run then does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from highwater.headless import simdevice
+from highwater.headless.comfy_stub import folder_paths
+from highwater.headless.comfy_stub.comfy_api import install
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
+from highwater.memory import MemoryManager
+from highwater.nodes.described_hardware import parse_hardware
+from highwater.nodes.plan_picture import draw_plan
+
+install()
+from highwater.nodes.graph_plans import plan_graph  # noqa: E402
+
+HARDWARE = "gpu:0=24MiB@25GB/s@10TFLOPS,gpu:1=32MiB@12GB/s@5TFLOPS,host=8GiB"
+
+
+def graph(devices: str = HARDWARE, **load: Any) -> dict[str, Any]:
+    loader = {"pipeline": "tiny-flux", "profile": "auto", "precision": "as stored", "placement": "auto", **load}
+    sample = {
+        "pipeline": ["load", 0], "prompt": "a fox", "negative_prompt": "", "width": 64, "height": 64, "steps": 2,
+        "guidance": 3.5, "seed": 1, "frames": 1,
+    }  # fmt: skip
+    return {
+        "plan": {"class_type": "HighwaterPlan", "inputs": {"devices": devices}},
+        "load": {"class_type": "HighwaterLoadPipeline", "inputs": loader},
+        "sample": {"class_type": "HighwaterSamplePipeline", "inputs": sample},
+        "save": {"class_type": "HighwaterSaveImage", "inputs": {"images": ["sample", 0], "filename_prefix": "x"}},
+    }
+
+
+def test_the_node_plans_the_graph_that_it_is_in(runner: WorkflowRunner) -> None:
+    result = runner.run(parse_workflow(graph()), name="planned")
+    (text,) = result.outputs["plan"]["text"]
+    assert "node load" in text or "transformer" in text
+    for words in ("component", "transformer", "2 steps at 64x64", "a run takes", "gpu:1", "placement: "):
+        assert words in text, words
+
+
+def test_a_bad_description_is_refused_at_the_node(runner: WorkflowRunner) -> None:
+    with pytest.raises(InvalidWorkflow, match="column 7: size '16' has no unit"):
+        runner.run(parse_workflow(graph("gpu:0=16")), name="bad")
+
+
+@pytest.fixture
+def models(models_directory: Path, tmp_path: Path) -> None:
+    """Make the tiny pipelines those of the host."""
+    folder_paths.configure(models=models_directory, output=tmp_path)
+
+
+def test_what_cannot_be_planned_is_named(models: None) -> None:
+    asked = graph() | {"other": {"class_type": "SomeModelNode", "inputs": {"model": ["load", 0]}}}
+    asked["sample"]["inputs"]["pipeline"] = ["other", 0]
+    asked["lost"] = {
+        "class_type": "HighwaterLoadPipeline",
+        "inputs": {**asked["load"]["inputs"], "pipeline": "not-here"},
+    }
+    asked["again"] = {"class_type": "HighwaterSamplePipeline", "inputs": {**asked["sample"]["inputs"]}}
+    asked["again"]["inputs"]["pipeline"] = ["lost", 0]
+    planned = plan_graph(asked, source="test", hardware=parse_hardware(HARDWARE))
+    assert any("SomeModelNode" in note for note in planned.notes)
+    assert any("'not-here'" in note for note in planned.notes)
+    assert planned.plans  # the rest is planned
+
+
+def test_the_picture_has_a_bar_for_each_use_of_each_device(models: None) -> None:
+    planned = plan_graph(graph(), source="test", hardware=parse_hardware(HARDWARE))
+    picture = draw_plan(planned.plans, planned.run, planned.machine)
+    colors = {color for _, color in picture.getcolors(1 << 20)}
+    parts = [part.component for plan in planned.plans.values() for part in plan.components]
+    assert picture.width > 1000 and len(colors) > len(parts) + 3
+    alone = draw_plan(planned.plans, None, planned.machine)
+    assert alone.size != picture.size or alone.tobytes() != picture.tobytes()
+
+
+def test_without_a_rate_no_seconds_are_shown(models: None) -> None:
+    planned = plan_graph(graph(), source="test", hardware=parse_hardware("gpu:0=48MiB@25GB/s,host=8GiB"))
+    assert planned.run is not None and planned.run.seconds is None
+    assert "time unknown" in planned.text()
+    assert all(use.use.activation_bytes for use in planned.run.uses)  # from the trace, which needs no rate
+
+
+def test_what_is_planned_is_what_runs(models: None) -> None:
+    hardware = parse_hardware("gpu:0=24MiB@25GB/s@10TFLOPS,host=8GiB")
+    planned = plan_graph(graph(), source="test", hardware=hardware)
+    (plan,) = planned.plans.values()
+    simdevice.install("sim", num_devices=2)
+    spec = simdevice.SimDeviceSpec(total_bytes=24 << 20, flops_per_s=10e12)
+    with simdevice.cluster([spec], pinned_bytes=hardware.pinned_bytes):
+        from highwater.memory import manage
+        from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
+        from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
+        from highwater.nodes.pipelines.pipeline_predictions import predict_uses
+        from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
+
+        manager = MemoryManager()
+        pipe, sources = load_with_sources(ready_pipeline("tiny-flux"))
+        uses, sizes = predict_uses(graph(), "load", pipe)
+        managed = manage(pipe, placement=plan.placement, files=sources, name="flux", manager=manager, uses=uses)
+        for part in plan.components:
+            share = next(member for member in managed.members if member.name == part.component).managed.plan.shares[0]
+            assert share.device_bytes == part.shares[0].device_bytes, part.component
+            assert share.resident == part.shares[0].resident
+        loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=sizes)
+        held: dict[str, int] = {}
+
+        def note(*_: Any) -> None:
+            for member in managed.members:
+                held.setdefault(member.name, manager.ledger.held(member.id, "gpu:0"))
+
+        pipe.transformer.register_forward_hook(note)
+        sampling = {name: value for name, value in graph()["sample"]["inputs"].items() if name != "pipeline"}
+        loaded.sample(Sampling(**sampling), on_step=lambda *_: None)
+        assert held["transformer"] == plan["transformer"].shares[0].device_bytes
+        managed.release()
