@@ -22,7 +22,7 @@ from .comfy_models.verify import HighwaterVerify
 from .idle_limits import HighwaterLimits
 from .image import HighwaterSaveImage
 from .keep import HighwaterKeep, HighwaterRelease
-from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
+from .pipeline_nodes import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .pipelines.verify import HighwaterVerifyPipeline
 from .plan import HighwaterPlan
 from .precision import HighwaterPrecision

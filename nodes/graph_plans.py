@@ -12,7 +12,7 @@ from ..memory.errors import InvalidInput, allowed_values
 from ..memory.manager.watermark import in_bytes
 from ..memory.options.marks import ALL, HOST
 from ..memory.options.placement import canonical_device
-from .pipelines.pipeline_predictions import PipelinePredictor
+from .pipeline_predictions import PipelinePredictor
 from .watermark import DeviceWatermark
 from .workflow_plans import PlannedCall, Prediction, Predictor, WorkflowPlan, plan_workflow
 from .workflow_reading import read_workflow
@@ -61,7 +61,7 @@ def plan_graph(
         machine = keep_free(machine, {asked.device: asked.marks})
     predictors: list[Predictor] = [PipelinePredictor(hardware.rates if hardware is not None else {})]
     if is_in_comfyui():
-        from .host.core_predictions import CorePredictor
+        from .core_predictions import CorePredictor
 
         predictors.append(CorePredictor())
     try:

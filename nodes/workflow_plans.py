@@ -49,6 +49,7 @@ class Prediction:
 
     num_passes: int = 1
     activation_bytes: int | None = None
+    held_bytes: int = 0
     carried_bytes: int = 0
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as the rates of devices are known."""
@@ -247,6 +248,7 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
         component=call.component.name,
         num_passes=predicted.num_passes,
         activation_bytes=predicted.activation_bytes,
+        held_bytes=predicted.held_bytes,
         carried_bytes=predicted.carried_bytes,
         times=predicted.times,
         what=told(call.use),

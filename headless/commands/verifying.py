@@ -135,7 +135,7 @@ def compare_runs(runner: WorkflowRunner, cache: RecordingCache, workflow: Workfl
 
 def loaders_of(workflow: Workflow) -> Workflow:
     """Return the part of a workflow that loads pipelines, with the output nodes that set the scene."""
-    from ...nodes.pipelines.pipeline import PipelineType  # importable only where a host, or its stand-in, is
+    from ...nodes.pipelines.sampling_inputs import PipelineType  # importable only where a host, or its stand-in, is
 
     loaders = [
         id

@@ -98,6 +98,8 @@ class Machine:
     """The bytes of RAM that newcomers' weights take already: packing gives them back."""
     needs: Callable[[Component, str], KeptFree | None] | None = field(default=None, compare=False)
     """Returns what is known of the needs of a component's forwards on a device."""
+    held: Callable[[Component, str], int] | None = field(default=None, compare=False)
+    """Returns the bytes of a device that a run to come holds beside weights as a component's forward begins."""
 
     def device(self, name: str) -> DeviceCapacity:
         return next(device for device in self.devices if device.name == name)

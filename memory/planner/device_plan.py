@@ -300,6 +300,8 @@ def find_allowed(
 ) -> Allowed:
     """Return what blocks may take of a device now; arguments as of `plan_share`."""
     component, capacity = component_sizes.component, machine.device(device)
+    if machine.held is not None and (held := machine.held(component, device)):
+        capacity = replace(capacity, available_bytes=max(0, capacity.available_bytes - held))
     sizes = {number: component_sizes.blocks[number] for number in blocks}
     whole = DevicePlan(
         device=device,

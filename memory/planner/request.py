@@ -132,7 +132,11 @@ def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:
             return kept
         return KeptFree(num_bytes=with_slack(num_bytes), why="predicted for this workflow")
 
-    return replace(machine, needs=needs) if uses else machine
+    def held(component: Component, device: str) -> int:
+        found = [use.held_bytes for use in uses if use.component == component.name]
+        return max(found, default=0)
+
+    return replace(machine, needs=needs, held=held) if uses else machine
 
 
 def settled_shares(

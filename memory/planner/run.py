@@ -43,6 +43,8 @@ class Use:
     num_passes: int = 1
     activation_bytes: int | None = None
     """What its forwards take beside the weights, on the device of its non-block weights; None: not known."""
+    held_bytes: int = 0
+    """What of these is there as a forward begins: inputs, and results of earlier parts that are needed later."""
     carried_bytes: int = 0
     """What the blocks hand on to each other: it crosses each cut of a split."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)

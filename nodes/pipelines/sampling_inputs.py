@@ -6,7 +6,9 @@ from comfy_api.latest import io
 
 from .sampling import FRAME_STEP, PIXEL_STEP
 
-__all__ = ["guidance_input", "size_inputs"]
+__all__ = ["PipelineType", "guidance_input", "size_inputs"]
+
+PipelineType = io.Custom("HIGHWATER_PIPELINE")
 
 MAX_PIXELS, MAX_FRAMES = 16384, 1025
 

@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..schema import make_schema
 from ..widget_values import seed_input
-from .pipeline import PipelineType
+from .sampling_inputs import PipelineType
 
 if TYPE_CHECKING:
     from .sampling import LoadedPipeline

@@ -64,6 +64,8 @@ def test_what_cannot_be_planned_is_named(models: None) -> None:
     }
     asked["again"] = {"class_type": "HighwaterSamplePipeline", "inputs": {**asked["sample"]["inputs"]}}
     asked["again"]["inputs"]["pipeline"] = ["lost", 0]
+    asked["save again"] = {"class_type": "HighwaterSaveImage", "inputs": {**asked["save"]["inputs"]}}
+    asked["save again"]["inputs"]["images"] = ["again", 0]
     planned = plan_graph(asked, source="test", hardware=parse_hardware(HARDWARE))
     assert any("SomeModelNode" in note for note in planned.notes)
     assert any("'not-here'" in note for note in planned.notes)
@@ -95,9 +97,9 @@ def test_what_is_planned_is_what_runs(models: None) -> None:
     spec = simdevice.SimDeviceSpec(total_bytes=24 << 20, flops_per_s=10e12)
     with simdevice.cluster([spec], pinned_bytes=hardware.pinned_bytes):
         from highwater.memory import manage
+        from highwater.nodes.pipeline_predictions import predict_uses
         from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
         from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
-        from highwater.nodes.pipelines.pipeline_predictions import predict_uses
         from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
 
         manager = MemoryManager()
@@ -120,3 +122,4 @@ def test_what_is_planned_is_what_runs(models: None) -> None:
         loaded.sample(Sampling(**sampling), on_step=lambda *_: None)
         assert held["transformer"] == plan["transformer"].shares[0].device_bytes
         managed.release()
+        del pipe, managed, loaded, sources, share

@@ -20,7 +20,7 @@ from highwater.memory.errors import InvalidInput  # noqa: E402
 from highwater.memory.options.precision import Precision, precision_for  # noqa: E402
 from highwater.nodes.comfy_models.model_request import ModelNode  # noqa: E402
 from highwater.nodes.comfy_models.models import HighwaterLoadCheckpoint  # noqa: E402
-from highwater.nodes.pipelines.pipeline import HighwaterLoadPipeline  # noqa: E402
+from highwater.nodes.pipeline_nodes import HighwaterLoadPipeline  # noqa: E402
 from highwater.nodes.precision import HighwaterPrecision  # noqa: E402
 from highwater.nodes.widget_values import precision_input, read_precision  # noqa: E402
 

@@ -14,7 +14,7 @@ from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 
 comfy_api.install()
-from highwater.nodes.pipelines.pipeline import HighwaterLoadPipeline  # noqa: E402
+from highwater.nodes.pipeline_nodes import HighwaterLoadPipeline  # noqa: E402
 from highwater.nodes.pipelines.pipeline_folders import find_pipeline, is_to_be_made, ready_pipeline  # noqa: E402
 
 TINY = ["tiny-flux", "tiny-sd", "tiny-wan"]

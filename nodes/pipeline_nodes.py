@@ -6,27 +6,26 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from ...memory.options.placement import AUTO
-from ..default_profile import chosen_profile, profile_fingerprint
-from ..device_choices import fit_placement, fit_profile
-from ..precision import options_input
-from ..schema import make_schema
-from ..watermark import DeviceWatermark, WatermarkType
-from ..widget_values import precisions_input, profile_input, read_placement, read_precision, read_profile, seed_input
+from ..memory.options.placement import AUTO
+from .default_profile import chosen_profile, profile_fingerprint
+from .device_choices import fit_placement, fit_profile
+from .pipelines.sampling_inputs import PipelineType
+from .precision import options_input
+from .schema import make_schema
+from .watermark import DeviceWatermark, WatermarkType
+from .widget_values import precisions_input, profile_input, read_placement, read_precision, read_profile, seed_input
 
 if TYPE_CHECKING:
-    from ...memory.options.precision import Precisions
-    from .sampling import LoadedPipeline
+    from ..memory.options.precision import Precisions
+    from .pipelines.sampling import LoadedPipeline
 
-__all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "PipelineType"]
-
-PipelineType = io.Custom("HIGHWATER_PIPELINE")
+__all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline"]
 
 
 class HighwaterLoadPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from .pipeline_folders import pipeline_choices
+        from .pipelines.pipeline_folders import pipeline_choices
 
         return make_schema(
             node_id="HighwaterLoadPipeline",
@@ -77,8 +76,8 @@ class HighwaterLoadPipeline(io.ComfyNode):
         placement: str | None = None,
     ) -> bool | str:
         """Check what a shared workflow may name wrongly, before anything is loaded."""
-        from ...memory.errors import InvalidInput
-        from .pipeline_folders import check_pipeline, find_pipeline, is_to_be_made
+        from ..memory.errors import InvalidInput
+        from .pipelines.pipeline_folders import check_pipeline, find_pipeline, is_to_be_made
 
         try:
             if is_to_be_made(pipeline):
@@ -98,7 +97,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, pipeline: str | None = None, profile: str | None = None, **_: object) -> str:
         """Load again when a file of the pipeline or the default profile has changed."""
-        from .pipeline_folders import find_pipeline, is_to_be_made, weights_fingerprint
+        from .pipelines.pipeline_folders import find_pipeline, is_to_be_made, weights_fingerprint
 
         if pipeline is None or is_to_be_made(pipeline):
             return profile_fingerprint(profile)
@@ -114,12 +113,12 @@ class HighwaterLoadPipeline(io.ComfyNode):
         watermark: DeviceWatermark | None = None,
         precision_options: Precisions | None = None,
     ) -> io.NodeOutput:
-        from ...memory import manage
-        from ..progress import showing_loadings
-        from .diffusers_pipelines import load_with_sources
-        from .pipeline_folders import check_pipeline, ready_pipeline
+        from ..memory import manage
         from .pipeline_predictions import predict_uses
-        from .sampling import LoadedPipeline
+        from .pipelines.diffusers_pipelines import load_with_sources
+        from .pipelines.pipeline_folders import check_pipeline, ready_pipeline
+        from .pipelines.sampling import LoadedPipeline
+        from .progress import showing_loadings
 
         folder = ready_pipeline(pipeline)
         components = tuple(check_pipeline(folder))
@@ -147,7 +146,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
 class HighwaterSamplePipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from .sampling_inputs import guidance_input, size_inputs
+        from .pipelines.sampling_inputs import guidance_input, size_inputs
 
         return make_schema(
             node_id="HighwaterSamplePipeline",
@@ -189,8 +188,8 @@ class HighwaterSamplePipeline(io.ComfyNode):
         guidance: float,
         seed: int,
     ) -> io.NodeOutput:
-        from ..progress import report_progress, showing_loadings
-        from .sampling import Sampling
+        from .pipelines.sampling import Sampling
+        from .progress import report_progress, showing_loadings
 
         sampling = Sampling(
             prompt=prompt,

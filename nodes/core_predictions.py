@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...memory.errors import InvalidInput
-from ..workflow_plans import PlannedCall, Prediction
-from ..workflow_reading.description import PIPELINE, Call
-from .core_needs import CodingNeeds, SamplingNeeds, coding_needs, sampling_needs
+from ..memory.errors import InvalidInput
+from .host.core_needs import CodingNeeds, SamplingNeeds, coding_needs, sampling_needs
+from .workflow_plans import PlannedCall, Prediction
+from .workflow_reading.description import PIPELINE, Call
 
 if TYPE_CHECKING:
-    from ..workflow_reading.description import Size, WorkflowUse
+    from .workflow_reading.description import Size, WorkflowUse
 
 __all__ = ["CorePredictor"]
 

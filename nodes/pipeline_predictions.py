@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..device_choices import accelerator_names
-from ..workflow_plans import PlannedCall, Prediction, calls_of, use_of
-from ..workflow_reading.description import PIPELINE, Call, WorkflowUse
+from .device_choices import accelerator_names
+from .workflow_plans import PlannedCall, Prediction, calls_of, use_of
+from .workflow_reading.description import PIPELINE, Call, WorkflowUse
 
 if TYPE_CHECKING:
-    from ...memory.planner.run import BlockTimes, Use
-    from ...memory.tracing import CallTrace, Trace
-    from ...memory.weights.component import Component
-    from ..described_hardware import DeviceRates
-    from .sampling import Sampling
+    from ..memory.planner.run import BlockTimes, Use
+    from ..memory.tracing import CallTrace, Trace
+    from ..memory.weights.component import Component
+    from .described_hardware import DeviceRates
+    from .pipelines.sampling import Sampling
 
 __all__ = ["PipelinePredictor"]
 
@@ -37,8 +37,8 @@ class PipelinePredictor:
 
     def __call__(self, call: PlannedCall) -> Prediction | None:
         """Return what a part takes in a call of a pipeline; None for other models, and where it cannot be traced."""
-        from ...memory.errors import InvalidInput
-        from ...memory.tracing import Untraceable
+        from ..memory.errors import InvalidInput
+        from ..memory.tracing import Untraceable
 
         use, folder, sampling = call.use, call.paths[0], sampling_of(call.of_node)
         if call.model.kind != PIPELINE or sampling is None or folder in self.failed:
@@ -60,11 +60,12 @@ class PipelinePredictor:
         return Prediction(
             num_passes=num_passes,
             activation_bytes=largest.peak_bytes,
+            held_bytes=largest.held_bytes,
             times={device: times_of(largest.trace, component, rates) for device, rates in self.rates.items()},
         )
 
     def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
-        from .pipeline_traces import trace_folder, trace_pipeline
+        from .pipelines.pipeline_traces import trace_folder, trace_pipeline
 
         return trace_folder(folder, sampling) if self.loaded is None else trace_pipeline(self.loaded, sampling)
 
@@ -78,9 +79,9 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
     """
     from torch import nn
 
-    from ...memory.errors import InvalidInput
-    from ...memory.weights.module_component import component_from_module
-    from ..workflow_reading import read_workflow
+    from ..memory.errors import InvalidInput
+    from ..memory.weights.module_component import component_from_module
+    from .workflow_reading import read_workflow
 
     if not accelerator_names():
         return (), set()
@@ -106,7 +107,7 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
     """Return what a node asks of a pipeline; None where its size is not known."""
-    from .sampling import Sampling
+    from .pipelines.sampling import Sampling
 
     sample = next((use for use in uses if use.call is Call.SAMPLE and use.size is not None), None)
     if sample is None or sample.size is None:
@@ -126,8 +127,8 @@ def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
 
 def times_of(trace: Trace, component: Component, rates: DeviceRates) -> BlockTimes:
     """Return what each block of a component computes in a traced call on a device of these rates."""
-    from ...memory.planner.run import BlockTimes
-    from ...memory.tracing import seconds_of
+    from ..memory.planner.run import BlockTimes
+    from ..memory.tracing import seconds_of
 
     seconds = seconds_of(
         trace,
