@@ -15,7 +15,7 @@ from ..memory.options.placement import AUTO
 from ..memory.options.precision import BY_PROFILE
 from .doctor import examine_comfyui
 from .driver_gpus import driver_gpus, find_nvml
-from .visible_devices import HIDING_VARIABLES, explain_sight, read_sight
+from .visible_devices import HIDING_VARIABLES, Sight, explain_sight, read_sight
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
@@ -29,6 +29,7 @@ __all__ = [
     "make_tiny_pipelines",
     "plan_models",
     "plans_text",
+    "sight_of_host",
     "start_environment",
 ]
 
@@ -55,8 +56,10 @@ def describe_devices(
     from ..memory.transfer.devices import find_device, peers_of
 
     reports = manager.device_reports()
-    flags, root = (sys.argv[1:], host_root()) if is_host else (None, None)
-    sight = read_sight(drivers=driver_gpus(nvml=find_nvml()), environment=environment, flags=flags, root=root)
+    if is_host:
+        sight = sight_of_host(environment)
+    else:
+        sight = read_sight(drivers=driver_gpus(nvml=find_nvml()), environment=environment)
     return {
         "devices": [asdict(report) | {"peers": peers_of(find_device(report.name))} for report in reports],
         "hidden_by": {name: environment[name] for name in HIDING_VARIABLES if name in environment},
@@ -146,6 +149,16 @@ def start_environment() -> dict[str, str]:
     import psutil
 
     return psutil.Process().environ()
+
+
+def sight_of_host(environment: Mapping[str, str] | None = None) -> Sight:
+    """Return what this process, a ComfyUI, sees of the GPUs that drivers have. Allocates no device memory."""
+    return read_sight(
+        drivers=driver_gpus(nvml=find_nvml()),
+        environment=start_environment() if environment is None else environment,
+        flags=sys.argv[1:],
+        root=host_root(),
+    )
 
 
 def host_root() -> Path:

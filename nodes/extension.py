@@ -93,11 +93,14 @@ class HighwaterExtension(ComfyExtension):
             from server import PromptServer
 
             from . import boundaries, routes
-            from .start_line import start_line
+            from .command_answers import sight_of_host
+            from .start_line import hidden_lines, start_line
 
             boundaries.install(PromptServer.instance)
             routes.add_routes(PromptServer.instance)
             log.info(start_line())
+            for line in hidden_lines(sight_of_host()):
+                log.info(line)
         except Exception as error:
             log.error(
                 "Highwater: no memory badges and no run boundaries: joining ComfyUI's server failed: %s",

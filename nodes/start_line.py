@@ -1,11 +1,14 @@
-"""The one line that the pack writes to ComfyUI's log as it starts: what it found, and what that means for models."""
+"""What the pack writes to ComfyUI's log as it starts: one line of what it found, and warnings of hidden GPUs."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["start_line"]
+if TYPE_CHECKING:
+    from .visible_devices import Sight
+
+__all__ = ["hidden_lines", "start_line"]
 
 
 def start_line() -> str:
@@ -33,6 +36,13 @@ def start_line() -> str:
             what_stays(options),
         ]
     )
+
+
+def hidden_lines(sight: Sight) -> list[str]:
+    """Return one line for each GPU of the driver that torch does not see or numbers otherwise, with the remedy."""
+    from .visible_devices import explain_sight
+
+    return [f"Highwater: {found.text}: {found.remedy}" for found in explain_sight(sight) if found.is_warning]
 
 
 def what_stays(options: Any) -> str:

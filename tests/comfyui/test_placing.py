@@ -318,6 +318,13 @@ def test_a_dynamic_controlnet_stays_where_it_was_loaded_and_says_so(dynamic_host
     dynamic_host.forget()
 
 
+def test_the_host_tells_what_selects_its_devices(gpu_host: HostProcess) -> None:
+    told = gpu_host.get("/highwater/devices")["findings"]
+    assert [finding["text"] for finding in told] == ["CUDA_VISIBLE_DEVICES='' selects the devices that torch sees"]
+    assert all(finding in gpu_host.get("/highwater/doctor")["findings"] for finding in told)
+    assert "no run boundaries" not in gpu_host.log()
+
+
 # -- what cannot be
 
 

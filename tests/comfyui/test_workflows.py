@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from highwater.tests.comfyui.conftest import DEVICE_BYTES
 from highwater.tests.comfyui.host_process import HostProcess
 from highwater.tests.page_graphs import prompt_of
 
 ROOT = Path(__file__).parents[2]
 GRAPHS = sorted((ROOT / "workflows").glob("*.json"))
+SECOND_GPU = "highwater-second-gpu"
 CORE_NODES = ROOT / "tests" / "core_nodes.json"
 
 
@@ -63,7 +65,8 @@ def test_an_example_with_tiny_models_runs(bare_host: HostProcess, path: Path) ->
     [model] = [part for part in bare_host.part("components") if part["kind"] == "diffusion"]
     assert model["tiers"].get("gpu:0")
     is_released = path.stem == "highwater-release-after-use"
-    assert bool(encoder["tiers"].get("gpu:0")) != is_released
+    place = "gpu:1" if path.stem == SECOND_GPU else "gpu:0"
+    assert bool(encoder["tiers"].get(place)) != is_released
     if is_released:
         [event] = [event for event in bare_host.part("events") if "Release node" in str(event["reason"])]
         assert event["component"] == encoder["id"]
@@ -75,4 +78,16 @@ def test_there_are_examples_of_tiny_models() -> None:
         "highwater-first-image",
         "highwater-keep-text-encoder",
         "highwater-release-after-use",
+        SECOND_GPU,
     }
+
+
+def test_an_example_for_two_gpus_runs_on_one_and_says_so(start_gpu_host: Callable[..., HostProcess]) -> None:
+    path = next(path for path in GRAPHS if path.stem == SECOND_GPU)
+    with start_gpu_host(total_bytes=[DEVICE_BYTES]) as host:
+        result = host.run(prompt_of(json.loads(path.read_text(encoding="utf-8")), host.get("/object_info")))
+        assert result.outcome == "success", result.brief_error
+        told = [line for output in result.outputs.values() for line in output.get("text", [])]
+        placed = [line for line in told if "placement gpu:1: this machine has no gpu:1, so default is used" in line]
+        assert len(placed) == 2, told
+        assert all({*part["tiers"]} & {"gpu:0"} for part in host.part("components"))

@@ -9,7 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from highwater import __version__
-from highwater.nodes.start_line import start_line, what_stays
+from highwater.nodes.driver_gpus import DriverGpu
+from highwater.nodes.start_line import hidden_lines, start_line, what_stays
+from highwater.nodes.visible_devices import Sight
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,12 @@ def test_a_host_without_an_accelerator_is_told_of(monkeypatch: pytest.MonkeyPatc
     line = start_line()
     assert "no accelerator, models compute on the CPU; dynamic VRAM is on; models stay" in line
     assert "\n" not in line
+
+
+def test_a_hidden_gpu_is_told_with_its_flag_and_what_was_chosen_is_not() -> None:
+    gpus = tuple(DriverGpu(vendor="nvidia", model=f"card {number}", uuid=str(number)) for number in range(2))
+    sight = Sight(vendor="nvidia", drivers=gpus, flags=["--cuda-device", "1"])
+    assert hidden_lines(sight) == [
+        "Highwater: --cuda-device 1 hides 1 of 2 NVIDIA GPUs: start ComfyUI with --cuda-device 0,1, or without the flag"
+    ]
+    assert hidden_lines(Sight(vendor="amd", environment={"HIP_VISIBLE_DEVICES": "0"})) == []

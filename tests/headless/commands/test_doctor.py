@@ -151,6 +151,17 @@ def test_what_hides_devices_is_named(comfyui: Path) -> None:
     assert found["remedy"].startswith("start without the variable CUDA_VISIBLE_DEVICES")
 
 
+def test_the_list_of_devices_tells_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["devices"]) == 0
+    assert ": start without the variable CUDA_VISIBLE_DEVICES" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["devices", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["hidden_by"]["CUDA_VISIBLE_DEVICES"] == ""
+    (found,) = (finding for finding in answer["findings"] if "CUDA_VISIBLE_DEVICES" in finding["text"])
+    assert found["remedy"].startswith("start without the variable CUDA_VISIBLE_DEVICES")
+
+
 def test_no_compiler_is_a_warning() -> None:
     assert doctor.check_compiler({"CXX": "no-such-compiler -O2"}).is_warning
     assert doctor.check_compiler({"CXX": sys.executable}).text == sys.executable
