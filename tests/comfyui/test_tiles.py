@@ -221,3 +221,24 @@ def test_a_video_that_does_not_fit_is_tiled(
     assert video.shape[0] == length
     assert video.std() > 0
     assert torch.equal(video, run(CORE, tiled)[0])
+
+
+def test_a_text_encoder_leaves_before_a_decode_is_tiled(static: HostProcess) -> None:
+    """With what the text encoder has the decode fits in one piece; of the model nothing leaves."""
+    occupy(static, KEPT_BY_CORE + 580 * MIB)
+    graph = Graph()
+    encoder = Loaders().text_encoder(graph)
+    graph.keep(graph.add("CLIPTextEncode", text="a fox", clip=encoder), "text")
+    latent = sampled(graph, Loaders())
+    graph.keep(latent, "latent")
+    assert static.run(graph.nodes).outcome == "success"
+    held = {part["name"]: part["tiers"].get("gpu:0", 0) for part in static.part("components")}
+    assert held["tiny_flux"] >= MODEL_BYTES and held["clip_l"] > 100 * MIB
+    graph.keep(graph.add("VAEDecode", samples=latent, vae=Loaders().vae(graph)), "image")
+    begin_s = static.last_event_s()
+    result = static.run(graph.nodes)
+    assert result.outcome == "success", result.brief_error
+    events = static.events_after(begin_s)
+    assert not tile_events(events)
+    evicted = [(event["component"], event["reason"].split(";")[0]) for event in events if event["kind"] == "evict"]
+    assert evicted == [("clip_l", "the VAE decodes")]
