@@ -45,7 +45,9 @@ known_to_cut: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weak
 
 
 def decode_bytes(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> DecodeBytes:
-    """Return what a VAE allocates for latents of a shape, in whatever height and width; traces it once, in a second.
+    """Return what a VAE allocates for latents of a shape, in whatever height and width.
+
+    Traces it once: that takes a second for an image, and some for a long video.
 
     Raises:
         whatever the decode raises on the meta device.
