@@ -14,7 +14,8 @@ import torch
 
 from highwater.headless import simdevice
 from highwater.memory.planner.tiles import Tiles, choose_tiles
-from highwater.nodes.pipelines.tiled_decode import cost_of, set_to, size_of
+from highwater.nodes.pipelines.tile_settings import set_to
+from highwater.nodes.pipelines.tiled_decode import measure as measure_decode
 from highwater.nodes.pipelines.tiny_pipelines import build_vae
 
 from .case import Result
@@ -89,8 +90,7 @@ def run_case(name: str) -> list[dict[str, Any]]:
     with simdevice.cluster([CARD]):
         vae.to(f"{simdevice.name()}:0")
         z = smooth_latents(shape).to(f"{simdevice.name()}:0")
-        size = size_of(vae, z)
-        cost = cost_of(vae, z, size)
+        size, cost = measure_decode(vae, z)
         chosen = [choose_tiles(size, cost, int(cost(None) * budget)) for budget in BUDGETS]
         found = [choice.tiles for choice in chosen if choice is not None]
         exact, _, whole_s = decode(vae, z, None, size.pixels_per_latent)

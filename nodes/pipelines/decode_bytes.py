@@ -13,7 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["DecodeBytes", "decode_bytes"]
+from ...memory.planner.tiles import Tiles
+from .tile_settings import set_to
+
+__all__ = ["DecodeBytes", "cuts_well", "decode_bytes", "trace", "twin_of"]
 
 # The sides of two pictures of latents that are traced; what lies between and beyond follows from the line through them.
 TRACED_LATENTS = (16, 32)
@@ -27,6 +30,10 @@ class DecodeBytes:
 
     fixed_bytes: int
     bytes_per_latent: float
+    picture_bytes_per_latent: int
+    """Of what is decoded."""
+    pixels_per_latent: int
+    """Along each side."""
 
     def of(self, num_latents: int) -> int:
         """Return the bytes for a picture with so many latents."""
@@ -34,10 +41,13 @@ class DecodeBytes:
 
 
 known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DecodeBytes]] = weakref.WeakKeyDictionary()
+known_to_cut: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weakref.WeakKeyDictionary()
 
 
 def decode_bytes(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> DecodeBytes:
-    """Return what a VAE allocates for latents of a shape, in whatever height and width; traces it once, in a second.
+    """Return what a VAE allocates for latents of a shape, in whatever height and width.
+
+    Traces it once: that takes a second for an image, and some for a long video.
 
     Raises:
         whatever the decode raises on the meta device.
@@ -45,22 +55,51 @@ def decode_bytes(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> DecodeBy
     key = (*shape[:-2], dtype)
     found = known.setdefault(vae, {})
     if key not in found:
-        with torch.device("meta"):
-            twin = type(vae).from_config(vae.config)
-        torch.nn.Module.to(twin.eval(), dtype)  # the library's own warns of classes that keep some weights in float32
-        small, large = (peak_bytes(twin, (*shape[:-2], side, side), dtype) for side in TRACED_LATENTS)
+        twin = twin_of(vae, dtype)
+        (small, _), (large, picture) = (trace(twin, (*shape[:-2], side, side), dtype) for side in TRACED_LATENTS)
         few, many = (side * side for side in TRACED_LATENTS)
         per_latent = (large - small) / (many - few)
-        found[key] = DecodeBytes(fixed_bytes=max(0, int(small - per_latent * few)), bytes_per_latent=per_latent)
+        found[key] = DecodeBytes(
+            fixed_bytes=max(0, int(small - per_latent * few)),
+            bytes_per_latent=per_latent,
+            picture_bytes_per_latent=picture.nbytes // many,
+            pixels_per_latent=picture.shape[-1] // TRACED_LATENTS[-1],
+        )
     return found[key]
 
 
-def peak_bytes(twin: Any, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the most bytes that tensors of a decode have at once, the latents among them."""
+def cuts_well(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether tiles of a VAE give the whole picture, of less memory at once; not so in every class of the library.
+
+    Traces it once for latents of a shape, in whatever height and width.
+    """
+    key = (*shape[:-2], dtype)
+    found = known_to_cut.setdefault(vae, {})
+    if key not in found:
+        twin, (few, many) = twin_of(vae, dtype), TRACED_LATENTS
+        whole_bytes, whole = trace(twin, (*shape[:-2], many, many), dtype)
+        per_latent = whole.shape[-1] // many
+        tiles = Tiles(pixels=few * per_latent, overlap_pixels=few * per_latent // 4)
+        with set_to(twin, tiles, per_latent):
+            tiled_bytes, tiled = trace(twin, (*shape[:-2], many, many), dtype)
+        found[key] = tiled.shape == whole.shape and tiled_bytes < whole_bytes
+    return found[key]
+
+
+def twin_of(vae: Any, dtype: torch.dtype) -> Any:
+    """Return a VAE of the same config on the meta device."""
+    with torch.device("meta"):
+        twin = type(vae).from_config(vae.config)
+    torch.nn.Module.to(twin.eval(), dtype)  # the library's own warns of classes that keep some weights in float32
+    return twin
+
+
+def trace(twin: Any, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """Return the most bytes that tensors of a decode have at once, the latents among them, and what it returns."""
     latents = torch.empty(shape, dtype=dtype, device="meta")
     with torch.no_grad(), OneKernelAttention(), LiveBytes(twin) as live:
-        twin.decode(latents, return_dict=False)
-    return live.peak_bytes + latents.nbytes
+        (picture,) = twin.decode(latents, return_dict=False)
+    return live.peak_bytes + latents.nbytes, picture
 
 
 class OneKernelAttention(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,26 @@ MIB, GIB = 1 << 20, 1 << 30
 KEPT_BY_CORE = int(0.8 * GIB)
 MODEL_BYTES = 8_160_000  # the tiny Flux, rounded down
 TILES = re.compile(r"VAE (?:decode|encode) in tiles of (\d+) px, overlap (\d+): untiled needs \S+, \S+ available$")
+VIDEO_TILES = re.compile(r"VAE decode in tiles of (\d+) px and (\d+) frames, overlap (\d+) px, (\d+) frames: untiled ")
 WIDTH, HEIGHT = 512, 256
+
+
+# A VAE of Wan 2.1 with a twelfth of the channels: core estimates its bytes without looking at those.
+MAKE_VIDEO_VAE = """
+import sys, torch
+from safetensors.torch import save_file
+path, sys.argv[1:] = sys.argv[1], ["--cpu"]
+import comfy.options
+comfy.options.enable_args_parsing()
+from comfy.ldm.wan.vae import WanVAE
+torch.manual_seed(0)
+vae = WanVAE(dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[],
+             temperal_downsample=[False, True, True], image_channels=3, conv_out_channels=3, dropout=0.0)
+for name, weight in vae.named_parameters():
+    torch.nn.init.ones_(weight) if "gamma" in name else torch.nn.init.normal_(weight, std=0.05)
+save_file(vae.state_dict(), path)
+"""
+VIDEO_VAE = "small_wan_vae.safetensors"
 
 
 def occupy(host: HostProcess, free_bytes: int) -> None:
@@ -165,3 +185,60 @@ def test_a_dynamic_vae_chooses_its_tiles_too(dynamic: HostProcess) -> None:
         result, events = decode(dynamic, Loaders(engine="dynamic"))
     assert devices[0]["num_ooms"] == 0
     assert torch.equal(image_of(result), in_cores_tiles(dynamic, tile_events(events)))
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "length", "told"),
+    [(384, 320, 5, TILES), (256, 256, 17, VIDEO_TILES)],
+    ids=["in-its-pictures", "in-its-frames"],
+)
+def test_a_video_that_does_not_fit_is_tiled(
+    static: HostProcess, width: int, height: int, length: int, told: re.Pattern[str]
+) -> None:
+    """By core's estimate up to four latents of frames need as much as one, and five three times that."""
+    path = static.base / "models" / "vae" / VIDEO_VAE
+    command = [str(static.files.python), "-B", "-c", MAKE_VIDEO_VAE, str(path)]
+    subprocess.run(command, cwd=static.files.directory, check=True, capture_output=True)
+
+    def run(loaders: Loaders, tiled: dict[str, int] | None = None) -> tuple[torch.Tensor, list[str]]:
+        graph = Graph()
+        latent = graph.add("EmptyHunyuanLatentVideo", width=width, height=height, length=length, batch_size=1)
+        positive, negative = (graph.conditioning(seed, width=4096) for seed in (1, 2))
+        model = loaders.diffusion_model(graph, "tiny_wan.safetensors")
+        samples = graph.sampler(model, positive, negative, latent, steps=1)
+        node, more = ("VAEDecode", {}) if tiled is None else ("VAEDecodeTiled", tiled)
+        graph.keep(graph.add(node, samples=samples, vae=loaders.vae(graph, VIDEO_VAE), **more))
+        begin_s = static.last_event_s()
+        result = static.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+        return image_of(result), tile_events(static.events_after(begin_s))
+
+    video, reasons = run(Loaders())
+    (found,) = (told.match(reason) for reason in reasons)
+    assert found is not None, reasons
+    names = ("tile_size", "overlap") if told is TILES else ("tile_size", "temporal_size", "overlap", "temporal_overlap")
+    tiled = {"temporal_size": 64, "temporal_overlap": 8, **dict(zip(names, map(int, found.groups()), strict=True))}
+    assert video.shape[0] == length
+    assert video.std() > 0
+    assert torch.equal(video, run(CORE, tiled)[0])
+
+
+def test_a_text_encoder_leaves_before_a_decode_is_tiled(static: HostProcess) -> None:
+    """With what the text encoder has the decode fits in one piece; of the model nothing leaves."""
+    occupy(static, KEPT_BY_CORE + 580 * MIB)
+    graph = Graph()
+    encoder = Loaders().text_encoder(graph)
+    graph.keep(graph.add("CLIPTextEncode", text="a fox", clip=encoder), "text")
+    latent = sampled(graph, Loaders())
+    graph.keep(latent, "latent")
+    assert static.run(graph.nodes).outcome == "success"
+    held = {part["name"]: part["tiers"].get("gpu:0", 0) for part in static.part("components")}
+    assert held["tiny_flux"] >= MODEL_BYTES and held["clip_l"] > 100 * MIB
+    graph.keep(graph.add("VAEDecode", samples=latent, vae=Loaders().vae(graph)), "image")
+    begin_s = static.last_event_s()
+    result = static.run(graph.nodes)
+    assert result.outcome == "success", result.brief_error
+    events = static.events_after(begin_s)
+    assert not tile_events(events)
+    evicted = [(event["component"], event["reason"].split(";")[0]) for event in events if event["kind"] == "evict"]
+    assert evicted == [("clip_l", "the VAE decodes")]

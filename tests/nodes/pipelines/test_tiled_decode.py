@@ -15,10 +15,12 @@ from torch import nn
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.manager import default
-from highwater.nodes.pipelines.decode_bytes import decode_bytes
+from highwater.memory.planner.tiles import choose_tiles
+from highwater.nodes.pipelines.decode_bytes import cuts_well, decode_bytes, trace
 from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
 from highwater.nodes.pipelines.sampling import Sampling, sample_images
-from highwater.nodes.pipelines.tiled_decode import choosing_tiles
+from highwater.nodes.pipelines.tile_settings import set_to
+from highwater.nodes.pipelines.tiled_decode import choosing_tiles, measure
 
 MIB = 1 << 20
 ATTRIBUTES = ("use_tiling", "tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
@@ -252,3 +254,62 @@ def test_a_pipeline_that_a_node_samples_decodes_in_tiles(
     (reason,) = reasons[1]
     assert reason.startswith("VAE decode in tiles of ")
     assert 0 < (images[1] - images[0]).norm() / images[0].norm() < 0.2
+
+
+REAL = {
+    "AutoencoderKL": (4, False),
+    "AutoencoderKLFlux2": (32, False),
+    "AutoencoderTiny": (4, False),
+    "AutoencoderDC": (32, False),
+    "AutoencoderKLKVAE": (16, False),
+    "AutoencoderKLHunyuanVideo": (16, True),
+    "AutoencoderKLMochi": (12, True),
+    "AutoencoderKLMagvit": (16, True),
+}
+
+
+def build_on_meta(name: str) -> Any:
+    """Return a VAE of the sizes of a real one, without memory."""
+    import diffusers
+
+    sides = {
+        "block_out_channels": (128, 256, 512, 512),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "layers_per_block": 2,
+    }
+    with torch.device("meta"):
+        return getattr(diffusers, name)(**(sides if name == "AutoencoderKL" else {})).eval()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_tiles_of_real_sizes_take_no_more_than_predicted(name: str) -> None:
+    vae, (channels, is_video) = build_on_meta(name), REAL[name]
+    shape = (1, channels, *((2,) if is_video else ()), 40, 48)
+    size, cost = measure(vae, torch.empty(shape, device="meta"))
+    choice = choose_tiles(size, cost, cost(None) // 2)
+    assert choice is not None
+    whole_bytes, whole = trace(vae, shape, torch.float32)
+    with set_to(vae, choice.tiles, size.pixels_per_latent):
+        tiled_bytes, tiled = trace(vae, shape, torch.float32)
+    assert tiled.shape == whole.shape
+    assert whole_bytes <= cost(None)
+    assert tiled_bytes <= choice.tile_bytes < whole_bytes
+    assert cuts_well(vae, shape, torch.float32)
+
+
+@pytest.mark.parametrize(("name", "channels"), [("AutoencoderKLCosmos", 16), ("AutoencoderKLHunyuanImageRefiner", 32)])
+def test_classes_whose_tiles_do_not_work_are_told(name: str, channels: int) -> None:
+    """One has settings that nothing reads; the tiles of the other are put together to less than the picture."""
+    assert not cuts_well(build_on_meta(name), (1, channels, 2, 40, 48), torch.float32)
+
+
+def test_a_class_without_tiles_decodes_in_one_piece_and_says_so(sim: Any) -> None:
+    from diffusers import AsymmetricAutoencoderKL
+
+    vae = AsymmetricAutoencoderKL(norm_num_groups=8).eval().requires_grad_(False)
+    with rigged(sim, 256, vae) as rig:
+        rig.decode(latents(32, 32))
+        assert rig.reasons() == [
+            "VAE decode in one piece, whatever is free: AsymmetricAutoencoderKL has no tiles that can be set"
+        ]
