@@ -29,6 +29,7 @@ CASES = (
     "overlap",
     "precision",
     "quantize",
+    "stores",
     "streaming",
     "switching",
     "tiers",

@@ -231,6 +231,21 @@ def test_a_failed_copy_fails_its_pass_and_no_other(toys, cards, sim, file, card:
             assert torch.equal(net(x).cpu(), want)
 
 
+@torch.no_grad()
+def test_buffers_that_cannot_be_page_locked_are_told_and_hold_the_host(toys, cards, sim) -> None:
+    x = torch.randn(2, 5, 64)
+    with cards(peer=False) as manager:
+        want = wanted(toys, x)
+        net = toys.build_net()
+        with manage({"net": net}, placement=STORED, profile=TIGHT, manager=manager) as managed:
+            sim.fail_registration(1)
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            assert of(managed).shares[0].stored.was_refused
+            assert any("refused to page-lock" in event["reason"] for event in manager.report()["events"])
+
+
 class Stop(BaseException):
     """As an interrupt that a host raises in a forward, which runs no hooks."""
 
