@@ -30,6 +30,7 @@ CASES = (
     "overlap",
     "precision",
     "quantize",
+    "stores",
     "streaming",
     "switching",
     "tiers",

@@ -127,6 +127,7 @@ class Packing:
         """Whether the driver would not page-lock all that the plan wanted; true once."""
         buffers = [share.bounce for share in self.shares if share.bounce is not None]
         refused = self.was_refused or any(bounce.was_refused for bounce in buffers)
+        refused = refused or any(share.stored.was_refused for share in self.shares if share.stored is not None)
         tells, self.told_refusal = refused and not self.told_refusal, self.told_refusal or refused
         return tells
 

@@ -59,7 +59,7 @@ def test_devices_are_offered_as_the_host_calls_them(gpu_host: HostProcess) -> No
     assert options["options"] == expected
     device_node = gpu_host.get("/object_info/SelectModelDevice")["SelectModelDevice"]
     core_options = device_node["input"]["required"]["device"][1]["options"]
-    assert [option for option in expected if "&" not in option] == core_options
+    assert [option for option in expected if option.count("gpu") < 2] == core_options
 
 
 def assert_same_functions(with_pack: HostProcess, without: HostProcess) -> None:

@@ -41,6 +41,11 @@ class StoredCopies:
         self.bytes_filled = 0
         """The bytes of weights that were copied to the device so far."""
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether the driver refused to page-lock buffers."""
+        return self.peers.was_refused or (self.memory.bounce is not None and self.memory.bounce.was_refused)
+
     # -- in the books
 
     @property

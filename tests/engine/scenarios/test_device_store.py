@@ -169,6 +169,39 @@ def test_a_component_that_computes_there_gets_the_memory(toys, cards, file, in_f
 
 
 @torch.no_grad()
+def test_the_watermark_there_stays_free_and_a_higher_one_is_obeyed_at_once(toys, cards, sim, file) -> None:
+    x = torch.randn(2, 5, 64)
+    with cards(8, 1.5) as manager:
+        want = wanted(toys, x)
+        net = toys.bare_net()
+        manager.set_watermark("gpu:1", MIB, MIB)
+        with manage({"net": net}, placement=STORED, profile=TIGHT, files={"net": file}, manager=manager):
+            assert torch.equal(net(x).cpu(), want)
+            assert 0 < stored_bytes(manager) <= MIB // 2
+            manager.set_watermark("gpu:1", MIB * 5 // 4, MIB * 5 // 4)
+            assert stored_bytes(manager) <= MIB // 4
+            assert torch.equal(net(x).cpu(), want)
+            assert stored_bytes(manager) <= MIB // 4
+            manager.set_watermark("gpu:1", 0, 0)
+            assert torch.equal(net(x).cpu(), want)
+            assert stored_bytes(manager) > MIB // 2, "what has room is stored again"
+
+
+@torch.no_grad()
+def test_lending_there_takes_what_is_stored(toys, cards, file) -> None:
+    x = torch.randn(2, 5, 64)
+    with cards(8, 1.5) as manager:
+        want = wanted(toys, x)
+        net = toys.bare_net()
+        with manage({"net": net}, placement=STORED, profile=TIGHT, files={"net": file}, manager=manager):
+            net(x)
+            assert stored_bytes(manager) > MIB // 2
+            manager.commands.lend(MIB * 5 // 4, 60, "gpu:1")
+            assert stored_bytes(manager) <= MIB // 4
+            assert torch.equal(net(x).cpu(), want)
+
+
+@torch.no_grad()
 def test_leaving_the_computing_device_keeps_what_is_stored(toys, cards, file) -> None:
     x = torch.randn(2, 5, 64)
     with cards(1.2, 8) as manager:
@@ -229,6 +262,21 @@ def test_a_failed_copy_fails_its_pass_and_no_other(toys, cards, sim, file, card:
             assert failed <= 1
             sim.fail_copy(card, 0)
             assert torch.equal(net(x).cpu(), want)
+
+
+@torch.no_grad()
+def test_buffers_that_cannot_be_page_locked_are_told_and_hold_the_host(toys, cards, sim) -> None:
+    x = torch.randn(2, 5, 64)
+    with cards(peer=False) as manager:
+        want = wanted(toys, x)
+        net = toys.build_net()
+        with manage({"net": net}, placement=STORED, profile=TIGHT, manager=manager) as managed:
+            sim.fail_registration(1)
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            assert of(managed).shares[0].stored.was_refused
+            assert any("refused to page-lock" in event["reason"] for event in manager.report()["events"])
 
 
 class Stop(BaseException):

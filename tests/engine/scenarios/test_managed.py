@@ -18,6 +18,7 @@ CASES = {
     "one slot": ("0.25MiB", "gpu:0"),
     "pageable": (MIDDLE, "gpu:0:host"),
     "second device": (MIDDLE, "gpu:1"),
+    "stored on another GPU": (TIGHT, "gpu:0:gpu:1"),
     "split": ("auto", "gpu:0&gpu:1"),
     "split and streamed": ("gpu:0=0.45MiB,gpu:1=0.3MiB", "gpu:0&gpu:1@0.4"),
     "cpu": ("auto", "cpu"),
@@ -79,6 +80,8 @@ def test_ledger_is_what_the_device_counts(toys, machine, sim, case: str) -> None
                 for index in range(2):
                     assert manager.ledger.used(f"gpu:{index}") == sim.stats(index).used_bytes
                 moved = sum(sim.stats(index).h2d_bytes for index in range(2))
+                if placement == "gpu:0:gpu:1":
+                    moved += sim.stats(0).peer_bytes
                 inputs = passes * x.nbytes
                 assert moved == manager.bytes_moved() + inputs
             planned = managed.plan["model"].device_bytes

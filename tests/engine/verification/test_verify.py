@@ -31,6 +31,7 @@ MODES = {
     "eight bits": {"precision": "fp8 scaled"},
     "eight bits streamed": {"precision": "fp8 scaled", "profile": "gpu:0=0.3MiB"},
     "on the CPU": {"placement": "cpu"},
+    "stored on another GPU": {"placement": "model=gpu:0:gpu:1", "profile": "gpu:0=0.35MiB"},
     "from disk": {"placement": "model=gpu:0:disk", "profile": "gpu:0=0.35MiB"},
 }
 
