@@ -29,6 +29,7 @@ CASES = (
     "overlap",
     "precision",
     "quantize",
+    "split",
     "streaming",
     "switching",
     "tiers",
