@@ -36,11 +36,13 @@ __all__ = ["DeviceHops", "Visit"]
 class Twin:
     """A weak reference to a tensor outside a call, and its copy inside. Kept until the tensor outside dies."""
 
-    __slots__ = ("inside", "inside_version", "outside", "outside_version")
+    __slots__ = ("call", "inside", "inside_version", "outside", "outside_version")
 
-    def __init__(self, outside: weakref.ref[torch.Tensor], inside: torch.Tensor) -> None:
+    def __init__(self, outside: weakref.ref[torch.Tensor], inside: torch.Tensor, call: int) -> None:
         self.outside = outside
         self.inside = inside
+        self.call = call
+        """The number of the micro-batch that made it; another one may use it, but must not write to it."""
         self.note_equal()
 
     def note_equal(self) -> None:
@@ -77,11 +79,17 @@ class DeviceHops:
         """By the id of the copy inside."""
         self.num_hops = 0
         self.bytes_moved = 0
+        self.call = 0
+        """The number of the micro-batch that computes now."""
         self.note_use: Callable[[torch.Tensor], None] | None = None
 
-    def note_uses(self, note_use: Callable[[torch.Tensor], None] | None) -> None:
-        """Call a function with each kept copy that is used again: by another call, on other streams; None: no more."""
-        self.note_use = note_use
+    def begin_call(self, number: int, note_use: Callable[[torch.Tensor], None] | None) -> None:
+        """Copy for a micro-batch from now on.
+
+        Args:
+            note_use: called with each kept copy that is used again, perhaps on other streams than those of its call.
+        """
+        self.call, self.note_use = number, note_use
 
     def forget(self) -> None:
         """Drop the kept copies at the end of a pass."""
@@ -123,7 +131,13 @@ class DeviceHops:
 
     def twins_of(self, group: Sequence[torch.Tensor], device: torch.device) -> list[Twin]:
         """Return the twins on a device of tensors that share memory: known twins, made equal, or new ones."""
-        known = [twin for own in group if (twin := self.twins.get((id(own), device))) is not None and twin.fits(own)]
+        known = [
+            twin
+            for own in group
+            if (twin := self.twins.get((id(own), device))) is not None
+            and twin.fits(own)
+            and (twin.call == self.call or twin.is_current(own))
+        ]
         if len(known) < len(group) or len({memory_of(twin.inside) for twin in known}) > 1:
             return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
         if not all(twin.is_current(own) for twin, own in zip(known, group, strict=True)):
@@ -144,7 +158,7 @@ class DeviceHops:
         """Make two tensors twins."""
         key = id(outside), inside.device
         forget = partial(drop, self.twins, key, self.twins_inside, id(inside))
-        twin = Twin(weakref.ref(outside, forget), inside)
+        twin = Twin(weakref.ref(outside, forget), inside, self.call)
         before = self.twins.get(key)
         if before is not None:
             self.twins_inside.pop(id(before.inside), None)

