@@ -62,6 +62,7 @@ class Loaders:
     placement: str = "default"
     engine: str = "auto"
     weight_dtype: str = "default"  # of core's diffusion model
+    halves: bool = False  # core computes the conditionings of a step one after the other
 
     @property
     def request(self) -> dict[str, str]:
@@ -72,6 +73,8 @@ class Loaders:
         if self.kind == "ours":
             return graph.add("HighwaterLoadDiffusionModel", unet_name=name, **self.request)
         model = graph.add("UNETLoader", unet_name=name, weight_dtype=self.weight_dtype)
+        if self.halves:
+            model = graph.add("TestHalves", model=model)
         return self.manage(graph, "HighwaterManageModel", model=model)
 
     def text_encoder(self, graph: Graph, name: str = "clip_l.safetensors") -> Link:
@@ -112,6 +115,7 @@ class Loaders:
 
 
 CORE = Loaders(kind="core")
+CORE_IN_HALVES = Loaders(kind="core", halves=True)
 
 
 def sample_flux(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from highwater.tests.comfyui.graphs import Loaders
+from highwater.tests.comfyui.graphs import CORE_IN_HALVES, Loaders
 from highwater.tests.comfyui.host_process import HostProcess
 
 SPLIT = Loaders(placement="gpu:0&gpu:1")
@@ -18,10 +18,10 @@ def said(host: HostProcess) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["guided", "two_prompts"])
-def test_halves_at_once_are_what_core_computes_on_one_device(
+def test_halves_at_once_are_what_core_computes_one_after_the_other_on_one_device(
     gpu_host: HostProcess, case: str, reference: Callable, ours: Callable
 ) -> None:
-    expected = reference(gpu_host, case)
+    expected = reference(gpu_host, case, CORE_IN_HALVES)
     gpu_host.forget()
     got = ours(gpu_host, case, SPLIT)
     assert got.keys() == expected.keys()
