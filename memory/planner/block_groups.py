@@ -46,6 +46,8 @@ NUM_CALLS = 2
 MOST_GROUPS = 40
 # A hop's part of what one device takes for a call: about Flux's at 1024x1024 on an RTX 4090 over 25 GB/s.
 HOP_PART = 0.002
+# What is computed before and behind the blocks, on the first device, is assumed to be such a part of a call.
+REST_PART = 0.002
 # A call takes so much longer than the one before: where both come at the same time, the one before is first.
 LATE = 0.003
 # By what parts the last group may take longer than the first one.
@@ -143,7 +145,8 @@ def predict(pipeline: Pipeline, runs: Sequence[Sequence[int]]) -> float:
     engines, link = [Engine() for _ in pipeline.speeds], Engine()
     longest_s = 0.0
     for call in range(pipeline.num_calls):
-        now_s, slower = 0.0, 1 + LATE * call
+        slower = 1 + LATE * call
+        now_s = engines[0].run(0.0, REST_PART / 2 * pipeline.alone_s / pipeline.num_calls)
         for run, device in zip(runs, devices_in_turn(len(runs), num_devices), strict=True):
             home_s = now_s
             for number in run:
@@ -151,6 +154,7 @@ def predict(pipeline: Pipeline, runs: Sequence[Sequence[int]]) -> float:
                 if device:  # its output goes home beside what it computes next
                     home_s = link.run(max(home_s, now_s), slower * pipeline.hop_s)
             now_s = max(now_s, home_s) if device else link.run(now_s, slower * pipeline.hop_s)
+        now_s = engines[0].run(now_s, REST_PART / 2 * pipeline.alone_s / pipeline.num_calls)
         longest_s = max(longest_s, now_s)
     return pipeline.alone_s / longest_s if longest_s else 1.0
 

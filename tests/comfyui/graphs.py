@@ -73,8 +73,6 @@ class Loaders:
         if self.kind == "ours":
             return graph.add("HighwaterLoadDiffusionModel", unet_name=name, **self.request)
         model = graph.add("UNETLoader", unet_name=name, weight_dtype=self.weight_dtype)
-        if self.halves:
-            model = graph.add("TestHalves", model=model)
         return self.manage(graph, "HighwaterManageModel", model=model)
 
     def text_encoder(self, graph: Graph, name: str = "clip_l.safetensors") -> Link:
@@ -111,6 +109,8 @@ class Loaders:
 
     def manage(self, graph: Graph, node: str, **model: Link) -> Link:
         (link,) = model.values()
+        if self.halves and "model" in model:
+            link = graph.add("TestHalves", model=link)
         return graph.add(node, **model, **self.request) if self.kind == "managed" else link
 
 
