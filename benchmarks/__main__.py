@@ -30,6 +30,7 @@ CASES = (
     "overlap",
     "precision",
     "quantize",
+    "split",
     "stores",
     "streaming",
     "switching",

@@ -7,9 +7,9 @@ the values of `options/`, errors and units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +28,7 @@ from .manager.observed import ObservedModel
 from .manager.oom_message import read_shortage
 from .manager.steered import SteeredComponent, SteeringHost
 from .manager.vae_room import VaeRoom
-from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
+from .options.placement import AUTO_GROUPS, AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import DEFAULT_PRECISION, Precision, PrecisionRequest, precision_for
 from .options.profile import OffloadProfile
 from .planner.tiles import TiledSize, Tiles, choose_tiles, halve_tiles
@@ -122,6 +122,8 @@ class HostedComponent:
         self.member: Member | None = None
         self.kept: tuple[bool, KeepLimit] = False, EVERYTHING_KEPT
         """Whether it is to be evicted last, and up to how many bytes; holds before it joins, too."""
+        self.noted_off: str | None = None
+        """Why its devices computed in turn when that was noted last; empty where they did not."""
         self.draft: tuple[str, Draft] | None = None
         """What was planned of it for a device before it joined."""
         self.reasons: tuple[str, ...] = ()
@@ -248,6 +250,8 @@ class HostedComponent:
             )
         asked = self.placement.item_for(self.name, self.kind)
         if asked.devices and asked.devices[0].device == here:
+            if self.kind == "diffusion" and len(asked.devices) > 1 and asked.groups is None:
+                return Placement(items=(replace(asked, component="*", groups=AUTO_GROUPS),))
             return self.placement
         return Placement(items=(PlacementItem(component="*", devices=(SplitRatio(device=here),)),))
 
@@ -398,6 +402,34 @@ class HostedComponent:
         bundles = [bundle for share in self.member.managed.shares for bundle in share.bundles] if self.member else []
         slots = [slot for bundle in bundles for slot in bundle.own.slots]
         return Comparison(self.name, self.describe(module), module, slots, left_out=left_out)
+
+    # -- micro-batches
+
+    @property
+    def is_split(self) -> bool:
+        """Whether several devices compute it."""
+        return self.member is not None and len(self.member.managed.shares) > 1
+
+    def why_one_by_one(self) -> str:
+        """Return why `run_micro_batches` makes calls one after the other; empty where it does not."""
+        return self.joined().managed.why_one_by_one()
+
+    def run_micro_batches(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make independent calls of which its devices compute parts at the same time, as `ManagedComponent` does."""
+        return self.joined().managed.run_micro_batches(calls)
+
+    def note_micro_batches(self, off: str) -> None:
+        """Note in the event log that its devices compute in turn, and why, or that they compute at the same time.
+
+        Once, until that changes.
+        """
+        if off == self.noted_off:
+            return
+        self.noted_off = off
+        member = self.joined()
+        said = f"off: {off}" if off else "its devices compute the halves of a step at the same time"
+        where = "&".join(member.managed.device_names)
+        default_manager().event_log.note("plan", member.id, 0, where, f"micro-batches: {said}")
 
     def joined(self) -> Member:
         if self.member is None:

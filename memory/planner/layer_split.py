@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import product
 
 from ..options.placement import AUTO_GROUPS, SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
-from .block_groups import HOP_PART, MOST_GROUPS, Pipeline, balance, best_number, devices_in_turn, predict
+from .block_groups import (
+    GROWTHS,
+    HOP_PART,
+    MOST_GROUPS,
+    Pipeline,
+    balance,
+    best_cut,
+    cut_in_turn,
+    cut_runs,
+    devices_in_turn,
+    improve,
+    of_devices,
+    predict,
+)
 from .capacity import Machine
 from .device_limit import find_limit
 from .sizes import Sizes
@@ -67,38 +81,42 @@ def split_in_turn(
 
     Args:
         num_groups: of all devices together; `AUTO_GROUPS`: as many as are predicted to gain most.
-        block_seconds: what each block was measured to compute; else its bytes stand for that.
+        block_seconds: what each block was measured to compute.
     """
     numbers = range(len(sizes.component.blocks))
-    known = block_seconds is not None and block_seconds.keys() == {*numbers}
-    times = tuple(block_seconds[number] for number in numbers) if block_seconds and known else sizes.blocks
+    times, by = find_times(sizes, len(devices), block_seconds)
     rooms = [room_for(sizes, split.device, machine, profile, first=not index) for index, split in enumerate(devices)]
     speeds = find_speeds(devices, machine)
     ratios = ratios_in_turn(devices, speeds, [room / sum(sizes.blocks) for room in rooms])
     pipeline = Pipeline(block_s=times, speeds=speeds, hop_s=sum(times) * HOP_PART)
-    cuts, gains = {}, {}
     least, most = len(devices), min(len(numbers), MOST_GROUPS)
-    for number in range(least, most + 1) if num_groups == AUTO_GROUPS else [max(least, min(num_groups, len(numbers)))]:
-        runs = cut_in_turn(times, ratios, number)
-        groups = of_devices(runs, len(devices))
-        if all(
-            sum(sizes.blocks[block] for block in blocks) <= room for blocks, room in zip(groups, rooms, strict=True)
-        ):
-            cuts[number], gains[number] = runs, predict(pipeline, runs)
+    tried = range(least, most + 1) if num_groups == AUTO_GROUPS else [max(least, min(num_groups, len(numbers)))]
+
+    def fits(runs: list[tuple[int, ...]]) -> bool:
+        taken = [sum(sizes.blocks[block] for block in blocks) for blocks in of_devices(runs, len(devices))]
+        return all(num_bytes <= room for num_bytes, room in zip(taken, rooms, strict=True))
+
+    cuts: list[list[tuple[int, ...]]] = []
+    for number, growth in product(tried, GROWTHS):
+        runs = cut_in_turn(times, ratios, number, growth)
+        if runs not in cuts and fits(runs):
+            cuts.append(runs)
     if not cuts:
         return None
-    chosen = best_number(gains)
-    groups = of_devices(cuts[chosen], len(devices))
+    best = best_cut(pipeline, cuts)
+    if not any(split.ratio for split in devices):
+        best = improve(pipeline, best, fits)
+    gain = predict(pipeline, best)
+    chosen, groups = len(best), of_devices(best, len(devices))
     if num_groups > chosen:
         reasons.append(f"split: {num_groups} groups asked for, {chosen} possible: it has {len(numbers)} blocks")
     for index, (split, blocks, ratio) in enumerate(zip(devices, groups, ratios, strict=True)):
         turns = len(devices_in_turn(chosen, len(devices))[index :: len(devices)])
         what = f"{len(blocks)} blocks in {turns} of {chosen} groups" if turns > 1 else f"{len(blocks)} blocks in a run"
         reasons.append(f"split: {what} on {split.device} (target {ratio:.0%})")
-    by = "measured times" if known else "bytes"
     reasons.append(
         f"micro-batches: {' and '.join(split.device for split in devices)} compute at the same time; two halves of a "
-        f"step are expected to take 1/{gains[chosen]:.2f} of the time of the fastest device alone, by {by} of blocks"
+        f"step are expected to take 1/{gain:.2f} of the time of the fastest device alone, by {by}"
     )
     return groups
 
@@ -108,6 +126,19 @@ def count_groups(shares: Sequence[Sequence[int]]) -> int:
     device_of = {number: index for index, blocks in enumerate(shares) for number in blocks}
     order = [device_of[number] for number in sorted(device_of)]
     return sum(device != before for device, before in zip(order, [-1, *order], strict=False))
+
+
+def find_times(
+    sizes: Sizes, num_devices: int, block_seconds: Mapping[int, float] | None
+) -> tuple[tuple[float, ...], str]:
+    """Return what each block is assumed to take, in any unit, and by what ([Note: kinds of blocks])."""
+    count = len(sizes.component.blocks)
+    if block_seconds is not None and block_seconds.keys() == {*range(count)}:
+        return tuple(block_seconds[number] for number in range(count)), "measured times of blocks"
+    kinds = Counter(tuple(tensor.shape for tensor in block.tensors) for block in sizes.component.blocks)
+    if min(kinds.values(), default=0) > num_devices:
+        return (1.0,) * count, "number of blocks"
+    return tuple(map(float, sizes.blocks)), "bytes of blocks"
 
 
 def find_speeds(devices: Sequence[SplitRatio], machine: Machine) -> tuple[float, ...]:
@@ -135,41 +166,6 @@ def room_for(sizes: Sizes, device: str, machine: Machine, profile: OffloadProfil
     fixed = sizes.fixed_bytes(range(len(sizes.component.blocks)), first=True) if first else sum(sizes.buffer_bytes())
     scratch = sizes.scratch_bytes(range(len(sizes.component.blocks)))
     return max(0, weight_limit(sizes.component, device, machine, profile) - fixed - scratch)
-
-
-def cut_in_turn(times: Sequence[float], ratios: Sequence[float], num_groups: int) -> list[tuple[int, ...]]:
-    """Cut blocks into runs for devices in turn: those of a device are equally long."""
-    order = devices_in_turn(num_groups, len(ratios))
-    return cut_runs(times, [ratios[device] / order.count(device) for device in order])
-
-
-def of_devices(runs: Sequence[tuple[int, ...]], num_devices: int) -> list[tuple[int, ...]]:
-    """Return the blocks of each device, in their order."""
-    order = devices_in_turn(len(runs), num_devices)
-    return [
-        tuple(number for run, owner in zip(runs, order, strict=True) if owner == device for number in run)
-        for device in range(num_devices)
-    ]
-
-
-def cut_runs(sizes: Sequence[float], ratios: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return the positions of one run of blocks per ratio, in order; each has at least one block.
-
-    The block that straddles a boundary goes to the side that has more of it.
-    """
-    runs: list[tuple[int, ...]] = []
-    ends = [0, *accumulate(sizes)]
-    begin, target = 0, 0.0
-    for index, ratio in enumerate(ratios):
-        target += ratio * ends[-1]
-        end = begin + 1
-        while end < len(sizes) and ends[end] + sizes[end] / 2 <= target:
-            end += 1
-        last_end = len(sizes) - (len(ratios) - 1 - index)
-        end = last_end if index == len(ratios) - 1 else min(end, last_end)
-        runs.append(tuple(range(begin, end)))
-        begin = end
-    return runs
 
 
 def weight_limit(component: Component, device: str, machine: Machine, profile: OffloadProfile) -> int:

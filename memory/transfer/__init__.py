@@ -32,6 +32,7 @@ __all__, __getattr__ = lazy_names(
         "slabs": ["Form", "SlabLayout", "allocate_device"],
         "timing": ["PassTimes", "Stopwatch"],
         "copy_stream": ["CopyStream"],
+        "hop_streams": ["send_beside"],
         "micro_streams": ["MicroStreams"],
         "host_heap": ["describe_return", "give_back_heap", "has_trim"],
         "bounce_buffers": ["BounceBuffers", "WindowCopies", "allocate_slabs"],

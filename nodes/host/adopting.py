@@ -33,6 +33,7 @@ from .foreign import class_beside, why_not_joined
 from .guides import bring_guides
 from .hosted import Hosted, Request, hosted_of, is_cpu
 from .load_device import load_device_for
+from .micro_batches import compute_halves_at_once
 from .patcher import HighwaterPatcher
 from .private_weights import own_weights
 from .reading import Reading
@@ -98,6 +99,7 @@ def adopt(
     copy_own_state(adopted, patcher)
     if kind == "diffusion":
         bring_guides(adopted)
+        compute_halves_at_once(adopted)
         repeat_calls(adopted)
         if device != patcher.load_device:
             compute_here(adopted, device)

@@ -211,12 +211,12 @@ def run_case(host: HostProcess, name: str, loaders: Loaders) -> Tensors:
 @pytest.fixture(scope="session")
 def reference() -> Callable[[HostProcess, str], Tensors]:
     """What core's own loaders give for a case in a host; run once per host."""
-    known: dict[tuple[int, str], Tensors] = {}
+    known: dict[tuple[int, str, Loaders], Tensors] = {}
 
-    def find(host: HostProcess, name: str) -> Tensors:
-        key = (host.port, name)
+    def find(host: HostProcess, name: str, loaders: Loaders = CORE) -> Tensors:
+        key = (host.port, name, loaders)
         if key not in known:
-            known[key] = run_case(host, name, CORE)
+            known[key] = run_case(host, name, loaders)
         return known[key]
 
     return find

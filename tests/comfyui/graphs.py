@@ -62,6 +62,7 @@ class Loaders:
     placement: str = "default"
     engine: str = "auto"
     weight_dtype: str = "default"  # of core's diffusion model
+    halves: bool = False  # core computes the conditionings of a step one after the other
 
     @property
     def request(self) -> dict[str, str]:
@@ -108,10 +109,13 @@ class Loaders:
 
     def manage(self, graph: Graph, node: str, **model: Link) -> Link:
         (link,) = model.values()
+        if self.halves and "model" in model:
+            link = graph.add("TestHalves", model=link)
         return graph.add(node, **model, **self.request) if self.kind == "managed" else link
 
 
 CORE = Loaders(kind="core")
+CORE_IN_HALVES = Loaders(kind="core", halves=True)
 
 
 def sample_flux(

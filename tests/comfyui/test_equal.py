@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders, lora, sample_flux
+from highwater.tests.comfyui.graphs import CASES, CORE, CORE_IN_HALVES, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 
 # The tiny Flux has 7.8 MiB: a block takes up to 1.2, what is outside the blocks 0.6.
@@ -86,6 +86,13 @@ def test_the_simulated_gpus_compute_what_the_cpu_does(
         assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
 
 
+def computes_at_once(host: HostProcess) -> bool:
+    """Whether a split computed the conditionings of its last steps at once, each alone; core may batch them."""
+    said = [event["reason"] for event in host.part("events") if event["reason"].startswith("micro-batches")]
+    names = [slot["id"] for slot in host.part("components") if len(slot["plan"].get("shares", ())) > 1]
+    return bool(names and said) and "at the same time" in said[-1]
+
+
 @pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(
     ("mode", "case"),
@@ -99,7 +106,8 @@ def test_the_simulated_gpus_compute_what_the_cpu_does(
 def test_a_diffusion_model_on_gpus(
     gpu_host: HostProcess, mode: str, case: str, reference: Callable, ours: Callable
 ) -> None:
-    assert_same(ours(gpu_host, case, ON_GPUS[mode]), reference(gpu_host, case))
+    actual = ours(gpu_host, case, ON_GPUS[mode])
+    assert_same(actual, reference(gpu_host, case, CORE_IN_HALVES if computes_at_once(gpu_host) else CORE))
 
 
 @pytest.mark.slow(one_in=3)
@@ -141,9 +149,9 @@ def test_the_lora_on_a_text_encoder_matters(gpu_host: HostProcess, reference: Ca
 def test_a_unet_is_split(gpu_host: HostProcess, case: str, reference: Callable, ours: Callable) -> None:
     """Its skips join outputs of early blocks, on one device, with those of late blocks, on the other."""
     actual = ours(gpu_host, case, ON_GPUS["split"])
-    shares = [len(entry["plan"]["shares"]) for entry in gpu_host.part("components") if entry["kind"] == "diffusion"]
-    assert shares == [2]
-    assert_same(actual, reference(gpu_host, case))
+    plans = [entry["plan"] for entry in gpu_host.part("components") if entry["kind"] == "diffusion"]
+    assert [len(plan["shares"]) for plan in plans if "shares" in plan] == [2]  # core's own may still be there
+    assert_same(actual, reference(gpu_host, case, CORE_IN_HALVES if computes_at_once(gpu_host) else CORE))
 
 
 @pytest.mark.slow(one_in=4)

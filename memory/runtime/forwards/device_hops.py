@@ -4,8 +4,9 @@
 non-block weights compute. A block on another device gets copies of its arguments, and its outputs are copied home. So a
 parent may join outputs, add to them, collect them, or skip other blocks at every step. This costs one copy home per
 such block. The next block on that device needs no copy back if it takes the output unchanged, because the original is
-kept beside its copy. If the parent returns tensors that another library's hooks kept from a call on another device,
-they are copied home with the parent's output.
+kept beside its copy, and computes while the copy is on its way ([Note: hops beside computing] in
+`transfer/hop_streams.py`). If the parent returns tensors that another library's hooks kept from a call on another
+device, they are copied home with the parent's output.
 
 [Note: twins] A caller's tensor (outside) and the callee's copy of it (inside) are twins. Torch counts the writes to a
 tensor (`_version`), so twins are equal as long as neither count has changed. What a callee wrote to its copy is written
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ...transfer.hop_streams import send_beside
 from ..tensors.nested_tensors import Lent, find_tensors, replace_tensors
 from ..tensors.reported_device import device_of
 from .shared_states import exchange, tensors_of
@@ -34,11 +36,13 @@ __all__ = ["DeviceHops", "Visit"]
 class Twin:
     """A weak reference to a tensor outside a call, and its copy inside. Kept until the tensor outside dies."""
 
-    __slots__ = ("inside", "inside_version", "outside", "outside_version")
+    __slots__ = ("call", "inside", "inside_version", "outside", "outside_version")
 
-    def __init__(self, outside: weakref.ref[torch.Tensor], inside: torch.Tensor) -> None:
+    def __init__(self, outside: weakref.ref[torch.Tensor], inside: torch.Tensor, call: int) -> None:
         self.outside = outside
         self.inside = inside
+        self.call = call
+        """The number of the micro-batch that made it; another one may use it, but must not write to it."""
         self.note_equal()
 
     def note_equal(self) -> None:
@@ -75,11 +79,17 @@ class DeviceHops:
         """By the id of the copy inside."""
         self.num_hops = 0
         self.bytes_moved = 0
+        self.call = 0
+        """The number of the micro-batch that computes now."""
         self.note_use: Callable[[torch.Tensor], None] | None = None
 
-    def note_uses(self, note_use: Callable[[torch.Tensor], None] | None) -> None:
-        """Call a function with each kept copy that is used again: by another call, on other streams; None: no more."""
-        self.note_use = note_use
+    def begin_call(self, number: int, note_use: Callable[[torch.Tensor], None] | None) -> None:
+        """Copy for a micro-batch from now on.
+
+        Args:
+            note_use: called with each kept copy that is used again, perhaps on other streams than those of its call.
+        """
+        self.call, self.note_use = number, note_use
 
     def forget(self) -> None:
         """Drop the kept copies at the end of a pass."""
@@ -121,7 +131,13 @@ class DeviceHops:
 
     def twins_of(self, group: Sequence[torch.Tensor], device: torch.device) -> list[Twin]:
         """Return the twins on a device of tensors that share memory: known twins, made equal, or new ones."""
-        known = [twin for own in group if (twin := self.twins.get((id(own), device))) is not None and twin.fits(own)]
+        known = [
+            twin
+            for own in group
+            if (twin := self.twins.get((id(own), device))) is not None
+            and twin.fits(own)
+            and (twin.call == self.call or twin.is_current(own))
+        ]
         if len(known) < len(group) or len({memory_of(twin.inside) for twin in known}) > 1:
             return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
         if not all(twin.is_current(own) for twin, own in zip(known, group, strict=True)):
@@ -142,18 +158,23 @@ class DeviceHops:
         """Make two tensors twins."""
         key = id(outside), inside.device
         forget = partial(drop, self.twins, key, self.twins_inside, id(inside))
-        twin = Twin(weakref.ref(outside, forget), inside)
+        twin = Twin(weakref.ref(outside, forget), inside, self.call)
         before = self.twins.get(key)
         if before is not None:
             self.twins_inside.pop(id(before.inside), None)
         self.twins[key] = self.twins_inside[id(inside)] = twin
         return twin
 
-    def copy(self, group: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Return copies on a device. Tensors that share memory are copied in one go, and their copies share memory."""
+    def copy(self, group: Sequence[torch.Tensor], device: torch.device, *, beside: bool = False) -> list[torch.Tensor]:
+        """Return copies on a device. Tensors that share memory are copied in one go, and their copies share memory.
+
+        Args:
+            beside: let their own device compute on meanwhile, where that is possible.
+        """
         with ordinary_tensors():
             if len(group) == 1:
-                return [self.count(copy_as_it_lies(group[0], device))]
+                send = send_beside if beside and can_go_beside(group[0], device) else copy_as_it_lies
+                return [self.count(send(group[0], device))]
             begin, end = min(range_of(tensor)[0] for tensor in group), max(range_of(tensor)[1] for tensor in group)
             all_of_it = self.count(group[0].as_strided((end - begin,), (1,), begin).to(device))
             return [
@@ -207,7 +228,7 @@ class Visit:
         for outside, twin in written:
             if outside.shape != twin.inside.shape:
                 outside.resize_(twin.inside.shape)
-            outside.copy_(twin.inside)
+            write_back(outside, twin.inside)
         for _, twin in self.pairs if written else ():  # all: twins that share memory were written to together
             twin.note_equal()
         self.lent.come_back(self.bring)
@@ -236,7 +257,7 @@ class Visit:
                     strangers.append(tensor)
         for group in groups_of(strangers):
             assert self.target is not None
-            for tensor, own in zip(group, self.hops.copy(group, self.target), strict=True):
+            for tensor, own in zip(group, self.hops.copy(group, self.target, beside=True), strict=True):
                 self.hops.pair(own, ordinary(tensor))
                 self.brought[id(tensor)] = tensor, own
         return {number: own for number, (_, own) in self.brought.items()}
@@ -324,6 +345,22 @@ def copy_as_it_lies(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.requires_grad or not is_plain(tensor) or end - begin <= tensor.numel() or 0 in tensor.stride():
         return tensor.to(device)
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def can_go_beside(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor can be copied to a device while its own one computes on: no gradient, and without gaps."""
+    if tensor.requires_grad or not is_plain(tensor) or "cpu" in (tensor.device.type, device.type):
+        return False
+    begin, end = range_of(tensor)
+    return end - begin == tensor.numel() > 0 and 0 not in tensor.stride()
+
+
+def write_back(outside: torch.Tensor, inside: torch.Tensor) -> None:
+    """Write what a callee wrote to its copy to the caller's tensor."""
+    if can_go_beside(inside, outside.device) and outside.device != inside.device and not outside.requires_grad:
+        send_beside(inside, outside.device, into=outside)
+    else:
+        outside.copy_(inside)
 
 
 def is_view_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -40,13 +40,13 @@ class MicroBatches:
         """The tensors that the calls so far took, with their versions when they took them."""
         self.is_beside = True
         """Whether the last call can compute beside the next one."""
-        hops.note_uses(self.streams.note_use)
 
     def begin_call(self) -> None:
         """Launch what follows on the streams of the next call."""
         has_written = any(version_of(tensor) != version for tensor, version in self.given)
         self.given.clear()
         self.streams.next(follows=self.is_beside and not has_written)
+        self.hops.begin_call(self.streams.number, self.streams.note_use)
 
     def take(self, inputs: Any) -> None:
         """Note what a call takes: if it writes to that, the next call computes behind it."""
@@ -60,7 +60,7 @@ class MicroBatches:
 
     def end(self, results: Any) -> None:
         """Go on with the caller's streams; ``results`` are what the calls returned so far."""
-        self.hops.note_uses(None)
+        self.hops.begin_call(0, None)
         self.streams.end(find_tensors(results))
 
 

@@ -41,6 +41,26 @@ if "highwater_test_fake_cuda" in sys.modules:
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
+class TestHalves:
+    """Makes core compute the conditionings of a step one after the other, each alone."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "test"
+
+    def patch(self, model: Any) -> tuple[Any]:
+        def one_by_one(executor: Any, inner: Any, conds: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            alone = [
+                [cond if place == index else None for place, cond in enumerate(conds)] for index in range(len(conds))
+            ]
+            return [executor(inner, each, *args, **kwargs)[index] for index, each in enumerate(alone)]
+
+        patched = model.clone()
+        patched.add_wrapper_with_key("calc_cond_batch", "test", one_by_one)
+        return (patched,)
+
+
 class TestConditioning:
     """Random conditioning instead of a text encoder; ``run`` does nothing but make the prompt a new one."""
 
@@ -632,6 +652,7 @@ NODE_CLASS_MAPPINGS = {
     "TestFree": TestFree,
     "TestGGUFModel": TestGGUFModel,
     "TestGGUFText": TestGGUFText,
+    "TestHalves": TestHalves,
     "TestHold": TestHold,
     "TestKeep": TestKeep,
     "TestNunchakuModel": TestNunchakuModel,

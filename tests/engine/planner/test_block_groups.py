@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -10,8 +11,19 @@ from hypothesis import strategies as st
 
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.planner.block_groups import MOST_GROUPS, Pipeline, balance, best_number, devices_in_turn, predict
-from highwater.memory.planner.layer_split import count_groups, cut_in_turn, of_devices
+from highwater.memory.planner.block_groups import (
+    GROWTHS,
+    MOST_GROUPS,
+    Pipeline,
+    balance,
+    best_cut,
+    cut_in_turn,
+    devices_in_turn,
+    improve,
+    of_devices,
+    predict,
+)
+from highwater.memory.planner.layer_split import count_groups
 from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
 from highwater.memory.units import MIB
@@ -77,15 +89,34 @@ def test_parts_are_all_of_it_by_speed_as_far_as_there_is_room(devices: list[tupl
         assert all(parts[n] / speeds[n] <= max(rates) + 1e-9 for n in range(len(parts))) if rates else True
 
 
+def test_moving_single_blocks_only_gains() -> None:
+    pipeline = Pipeline(block_s=(1.0,) * 57, speeds=(1.0, 1.0), hop_s=0.1)
+    before = cut_in_turn(pipeline.block_s, (1.0, 0.5), 9)
+    after = improve(pipeline, before, lambda runs: True)
+    assert [number for run in after for number in run] == [*range(57)] and len(after) == 9
+    assert predict(pipeline, after) > predict(pipeline, before)
+    assert improve(pipeline, before, lambda runs: False) == before
+
+
+def test_groups_of_a_slower_device_take_as_long() -> None:
+    sizes = [len(run) for run in cut_in_turn([1.0] * 57, [2 / 3, 1 / 3], 20)]
+    assert sizes[2:] == [4, 2] * 9 and sum(sizes) == 57
+
+
 @pytest.mark.parametrize(("num_groups", "gain"), [(2, 4 / 3), (6, 12 / 7), (10, 20 / 11)])
-def test_equal_devices_gain_what_the_number_of_groups_says(num_groups: int, gain: float) -> None:
+def test_equal_devices_gain_most_of_what_the_number_of_groups_says(num_groups: int, gain: float) -> None:
     pipeline = Pipeline(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=0.0)
-    assert predict(pipeline, cut_in_turn(pipeline.block_s, [0.5, 0.5], num_groups)) == pytest.approx(gain)
+    gains = [predict(pipeline, cut_in_turn(pipeline.block_s, [0.5, 0.5], num_groups, growth)) for growth in GROWTHS]
+    assert 0.8 * gain < max(gains) < gain
 
 
-def test_twice_as_fast_a_device_gains_a_third_from_a_slow_one() -> None:
-    pipeline = Pipeline(block_s=(1.0,) * 60, speeds=(2.0, 1.0), hop_s=0.0)
-    assert predict(pipeline, cut_in_turn(pipeline.block_s, [2 / 3, 1 / 3], 10)) == pytest.approx(1.36, abs=0.01)
+def test_a_device_half_as_fast_gains_a_third() -> None:
+    pipeline = Pipeline(block_s=(1.0,) * 57, speeds=(1.0, 0.5), hop_s=0.1)
+    cuts = [
+        cut_in_turn(pipeline.block_s, pipeline.speeds, number, growth) for number in range(2, 20) for growth in GROWTHS
+    ]
+    best = improve(pipeline, best_cut(pipeline, cuts), lambda runs: True)
+    assert 1.33 < predict(pipeline, best) < 1.5
 
 
 @given(
@@ -106,16 +137,26 @@ def test_no_prediction_beats_all_devices_together(
         assert gain <= num_calls * sum(speeds) / max(speeds)
 
 
+@given(st.integers(2, 80), st.integers(2, MOST_GROUPS))
+def test_groups_of_equal_devices_never_get_shorter(num_blocks: int, num_groups: int) -> None:
+    num_groups = min(num_blocks, num_groups)
+    sizes = [len(run) for run in cut_in_turn([1.0] * num_blocks, [0.5, 0.5], num_groups)]
+    assert sizes == sorted(sizes) and sizes[-1] == -(-num_blocks // num_groups)
+
+
+def test_each_device_has_its_part_of_every_kind() -> None:
+    blocks = of_devices(cut_in_turn([1.0] * 57, [0.5, 0.5], 12), 2)[0]
+    doubles, singles = (sum(low <= number < high for number in blocks) for low, high in ((0, 19), (19, 57)))
+    assert abs(doubles - 19 / 2) <= 1.5 and abs(singles - 38 / 2) <= 1.5
+
+
 def test_slow_hops_make_fewer_groups() -> None:
     def chosen(hop_part: float) -> int:
         pipeline = Pipeline(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=60 * hop_part)
-        gains = {
-            number: predict(pipeline, cut_in_turn(pipeline.block_s, [0.5, 0.5], number))
-            for number in range(2, MOST_GROUPS + 1)
-        }
-        return best_number(gains)
+        cuts = [cut_in_turn(pipeline.block_s, [0.5, 0.5], number) for number in range(2, MOST_GROUPS + 1)]
+        return len(best_cut(pipeline, cuts))
 
-    numbers = [chosen(part) for part in (0.0, 0.002, 0.02, 0.1)]
+    numbers = [chosen(part) for part in (0.002, 0.02, 0.1)]
     assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1]
 
 
@@ -145,8 +186,10 @@ def test_a_plan_in_turn_covers_all_blocks_and_can_be_pasted_back(sizes: list[int
 
 def test_a_faster_device_gets_more_blocks() -> None:
     found = plan([MIB] * 60, "gpu:0&gpu:1/10", machine(LARGE, LARGE, speeds=(2e9, 1e9)))
-    assert [len(share.blocks) for share in found.shares] == [40, 20]
-    assert any("1/1.3" in reason for reason in found.reasons), found.reasons
+    first, second = (len(share.blocks) for share in found.shares)
+    assert 1.7 < first / second < 2.7
+    gain = next(float(told[1]) for reason in found.reasons if (told := re.search(r"take 1/([\d.]+) of", reason)))
+    assert 1.2 < gain < 1.5
 
 
 def test_a_device_with_little_memory_gets_what_fits() -> None:
