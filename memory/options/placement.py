@@ -105,6 +105,10 @@ class Placement:
                 return by_component[key]
         return PlacementItem(component="*")
 
+    def with_item(self, item: PlacementItem) -> Placement:
+        """Return it with another item for that component."""
+        return Placement(items=(*(each for each in self.items if each.component != item.component), item))
+
     def without(self, devices: Collection[str]) -> Placement:
         """Return it without the items that name one of these devices; the plan chooses for their components."""
         left_out = {*devices}

@@ -18,9 +18,10 @@ from ..options.placement import PlacementItem, SplitRatio
 from ..options.profile import OffloadProfile
 from ..units import format_bytes
 from ..weights.component import Component
+from .block_groups import cut_runs
 from .capacity import DeviceCapacity, Machine
 from .device_plan import Allowed, DevicePlan, find_allowed
-from .layer_split import cut_runs
+from .device_store import StoreRoom, store_room
 from .run import Use
 from .run_plan import copy_rate, first_and_further, num_hops
 from .sizes import Sizes
@@ -56,6 +57,8 @@ class Choice:
     shares: tuple[DevicePlan, ...]
     copied_bytes: Mapping[str, int]
     """The bytes that a forward copies to each device."""
+    store: StoreRoom | None = None
+    """The other device from whose memory they come."""
 
     @property
     def names(self) -> str:
@@ -76,7 +79,8 @@ class Choice:
                 computing_s += times.other_s if index == 0 else 0.0
             copying_s = 0.0
             if share.device != "cpu":
-                copying_s = self.copied_bytes[share.device] / copy_rate(machine.device(share.device))
+                rate = (self.store and self.store.bytes_per_s) or copy_rate(machine.device(share.device))
+                copying_s = self.copied_bytes[share.device] / rate
             seconds += max(computing_s, copying_s)
         return seconds + self.hop_s(use, machine)
 
@@ -90,8 +94,8 @@ class Choice:
 
 def choose_devices(
     parts: Sequence[Part], uses: Sequence[Use], machine: Machine
-) -> dict[str, tuple[tuple[SplitRatio, ...], str]]:
-    """Return the devices of the components that were left to ``auto``, each with the reason.
+) -> dict[str, tuple[PlacementItem, str]]:
+    """Return the placement of the components that were left to ``auto``, each with the reason.
 
     Empty where there is nothing to choose: no accelerator, or one alone. Moves nothing and plans no schedules.
     """
@@ -108,13 +112,39 @@ def choose_devices(
         else:
             others = [device for device in accelerators if device.name != part.item.tier] or accelerators
             found = find_choices(part.sizes, others, machine, part.profile)
+            if part.item.tier is None:
+                found += [stored for choice in found for stored in stored_elsewhere(choice, part.sizes, machine)]
         if found:
             options[name] = found
         else:  # the plan refuses it, and says why
             left_open.discard(name)
     run = [use for use in uses if use.component in options]
     chosen = best_choices(options, run, machine, [name for name in order_of(run) if name in left_open])
-    return {name: (chosen[name].devices, explain(chosen, name, options, machine)) for name in left_open}
+    items = {part.sizes.component.name: part.item for part in parts}
+    return {
+        name: (placed(items[name], chosen[name]), explain(chosen, name, options, machine)) for name in sorted(left_open)
+    }
+
+
+def placed(item: PlacementItem, choice: Choice) -> PlacementItem:
+    """Return what was asked of a component with the devices that were chosen."""
+    tier = choice.store.device if choice.store is not None else item.tier
+    return replace(item, component=choice.component.name, devices=choice.devices, tier=tier)
+
+
+def stored_elsewhere(choice: Choice, part: Sizes, machine: Machine) -> list[Choice]:
+    """Return the same where what streams comes from another device's free memory, faster than from RAM."""
+    (share, *others), found = choice.shares, []
+    copied = choice.copied_bytes[share.device]
+    if others or not copied:
+        return []
+    for device in machine.chosen_from:
+        if device.name != share.device:
+            room = store_room(part, machine, share.device, device.name)
+            rate = room.bytes_per_s
+            if rate is not None and room.num_bytes >= copied and rate > copy_rate(machine.device(share.device)):
+                found.append(replace(choice, store=room))
+    return found
 
 
 def by_room(machine: Machine) -> list[DeviceCapacity]:
@@ -239,6 +269,8 @@ def best_choices(
         nonlocal best, best_s
         for choices in product(*(options[name] for name in names)):
             changed = {**best, **dict(zip(names, choices, strict=True))}
+            if not are_apart(changed):
+                continue
             seconds = cost_of(changed, uses, machine)
             is_alike = seconds <= best_s * (1 + SMALLEST_GAIN)
             if seconds < best_s * (1 - SMALLEST_GAIN) or (is_alike and rank_of(changed) < rank_of(best)):
@@ -257,6 +289,12 @@ def best_choices(
         if best is before:
             break
     return best
+
+
+def are_apart(chosen: Mapping[str, Choice]) -> bool:
+    """Whether no component computes where another one stores: it would take that memory."""
+    stores = {choice.store.device for choice in chosen.values() if choice.store is not None}
+    return not stores or all(split.device not in stores for choice in chosen.values() for split in choice.devices)
 
 
 def rank_of(chosen: Mapping[str, Choice]) -> tuple[int, int]:
@@ -280,6 +318,9 @@ def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Seque
     """Return why a component computes where it does, in one line."""
     choice = chosen[name]
     largest = by_room(machine)[0]
+    if choice.store is not None:
+        way = choice.store.way
+        return f"auto: streams from free memory of {choice.store.device}, which is faster than from RAM: {way}"
     if len(choice.devices) > 1:
         kept = "all of it is resident" if not choice.streams else "less of it streams"
         alone = next((other for other in options[name] if len(other.devices) == 1), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..options.placement import AUTO_PLACEMENT, Placement, SplitRatio
+from ..options.placement import AUTO_PLACEMENT, Placement
 from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
@@ -67,12 +67,11 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             for drafted, _, _ in [draft(component, machine, request.placement, request.profile, request.precision)]
         ]
         run = uses or usual_uses(part.sizes.component for part in parts)
-        for name, (devices, reason) in choose_devices(parts, run, machine).items():
+        for name, (item, reason) in choose_devices(parts, run, machine).items():
             reasons[name] = reason
             for number, request in enumerate(requests):
-                for component in request.components:
-                    if component.name == name:
-                        placements[number] = place(placements[number], name, component.kind, devices)
+                if any(component.name == name for component in request.components):
+                    placements[number] = placements[number].with_item(item)
     plans: list[Plan] = []
     for request, placement in zip(requests, placements, strict=True):
         plan = plan_components(
@@ -111,12 +110,6 @@ def machine_beside_plans(machine: Machine, plans: Sequence[Plan]) -> Machine:
     ]
     locked = sum(part.pinned_bytes for part in parts)
     return replace(machine, devices=tuple(devices), pinned_bytes=max(0, machine.pinned_bytes - locked))
-
-
-def place(placement: Placement, name: str, kind: str, devices: Sequence[SplitRatio]) -> Placement:
-    """Return a placement in which a component has these devices, and otherwise what it had."""
-    item = replace(placement.item_for(name, kind), component=name, devices=tuple(devices))
-    return Placement(items=(*(other for other in placement.items if other.component != name), item))
 
 
 def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:

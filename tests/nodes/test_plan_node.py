@@ -113,8 +113,10 @@ def test_what_is_planned_is_what_runs(models: None) -> None:
         loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=sizes)
         held: dict[str, int] = {}
 
+        members = list(managed.members)
+
         def note(*_: Any) -> None:
-            for member in managed.members:
+            for member in members:
                 held.setdefault(member.name, manager.ledger.held(member.id, "gpu:0"))
 
         pipe.transformer.register_forward_hook(note)
@@ -122,4 +124,5 @@ def test_what_is_planned_is_what_runs(models: None) -> None:
         loaded.sample(Sampling(**sampling), on_step=lambda *_: None)
         assert held["transformer"] == plan["transformer"].shares[0].device_bytes
         managed.release()
+        members.clear()
         del pipe, managed, loaded, sources, share

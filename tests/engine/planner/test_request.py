@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.memory.options.placement import parse_placement
-from highwater.memory.planner.capacity import DeviceCapacity, Machine
+from highwater.memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.request import PlanRequest, plan_request
 from highwater.memory.planner.run import BlockTimes, Use
@@ -167,3 +167,30 @@ def test_no_placement_of_single_devices_is_predicted_faster(rooms: list[int], bl
         other = ask(*parts, on=on, uses=uses, placement=text)
         assert other.run is not None and other.run.seconds is not None
         assert plan.run.seconds <= other.run.seconds * 1.1, text
+
+
+def with_peer(on: Machine, bytes_per_s: float | None) -> Machine:
+    """Return the machine whose first GPU reaches the second one's memory at that speed."""
+    cpu, first, *others = on.devices
+    link = PeerLink(device="gpu:1", is_direct=True, bytes_per_s=bytes_per_s)
+    return replace(on, devices=(cpu, replace(first, peers=(link,)), *others))
+
+
+def test_blocks_stream_from_another_gpu_where_that_is_faster_than_from_ram():
+    """Its own memory is too slow to compute with: the second card is only a store."""
+    slow = {"gpu:0": times(20, 0.001), "gpu:1": times(20, 0.1)}
+    used = Use(component="transformer", num_passes=20, activation_bytes=0, times=slow)
+    on = machine(int(1.2 * GIB), 4 * GIB)
+    stored = ask(MODEL, on=with_peer(on, 5 * LINK), uses=[used])
+    assert stored["transformer"].store == "gpu:1" and devices_of(stored, "transformer") == ["gpu:0"]
+    assert "faster than from RAM" in stored.text()
+    for speed in (None, LINK / 2):
+        assert ask(MODEL, on=with_peer(on, speed), uses=[used])["transformer"].store == ""
+
+
+def test_nothing_is_stored_where_another_part_computes():
+    slow = {"gpu:0": times(20, 0.001), "gpu:1": times(20, 0.1)}
+    used = Use(component="transformer", num_passes=20, activation_bytes=0, times=slow)
+    on = with_peer(machine(int(1.2 * GIB), 4 * GIB), 5 * LINK)
+    plan = ask(TEXT, MODEL, on=on, uses=[use(TEXT), used], placement="text_encoder=gpu:1")
+    assert plan["transformer"].store == ""
