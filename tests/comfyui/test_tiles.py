@@ -189,8 +189,10 @@ def test_a_dynamic_vae_chooses_its_tiles_too(dynamic: HostProcess) -> None:
 
 @pytest.mark.parametrize(
     ("width", "height", "length", "told"),
-    [(384, 320, 5, TILES), (256, 256, 17, VIDEO_TILES)],
-    ids=["in-its-pictures", "in-its-frames"],
+    [
+        pytest.param(384, 320, 5, TILES, id="in-its-pictures"),
+        pytest.param(256, 256, 17, VIDEO_TILES, id="in-its-frames", marks=pytest.mark.slow),
+    ],
 )
 def test_a_video_that_does_not_fit_is_tiled(
     static: HostProcess, width: int, height: int, length: int, told: re.Pattern[str]
