@@ -89,8 +89,9 @@ class StoredCopies:
         return [group for group in groups if group.slab_bytes and not self.has(group)]
 
     def has(self, group: WeightGroup) -> bool:
+        """Whether a group streams from its copy; not where an interrupt came while that was made or dropped."""
         stored = self.by_group.get(group)
-        return stored is not None and stored.is_filled
+        return stored is not None and stored.is_filled and group.stored is stored
 
     def fit(self, plan: DevicePlan, blocks: Mapping[int, Bundle], progress: Callable[[int], None]) -> int:
         """Store what a plan stores and drop the rest; returns the bytes that were queued to be stored.

@@ -305,6 +305,27 @@ def test_an_interrupt_leaves_nothing_wrong(toys, cards, file) -> None:
 
 
 @torch.no_grad()
+def test_an_interrupt_while_it_is_dropped_is_mended_by_the_next_loading(toys, cards, file, monkeypatch) -> None:
+    x = torch.randn(2, 5, 64)
+    with cards() as manager:
+        want = wanted(toys, x)
+        net = toys.bare_net()
+        with manage({"net": net}, placement=STORED, profile=TIGHT, files={"net": file}, manager=manager) as managed:
+            net(x)
+
+            def stop() -> None:
+                raise Stop
+
+            with monkeypatch.context() as patch, pytest.raises(Stop):
+                patch.setattr(of(managed).shares[0].stored.copies, "drain", stop)
+                manager.free_memory("gpu:1", MIB, "a test asked")
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            assert all(group.stored is stored for group, stored in of(managed).shares[0].stored.by_group.items())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("nth", [1, 3, 5, 7, 9])
 def test_a_loading_that_is_cancelled_while_it_stores_leaves_nothing(toys, cards, sim, file, nth: int) -> None:
     x, calls = torch.randn(2, 5, 64), itertools.count(1)
