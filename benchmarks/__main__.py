@@ -28,6 +28,7 @@ CASES = (
     "locking",
     "overhead",
     "overlap",
+    "planner",
     "precision",
     "quantize",
     "split",
