@@ -51,7 +51,7 @@ HIDDEN_BYTES = 64 * KIB
 
 
 class Layer(nn.Module):
-    """Computes for a given time, by the device, and returns its input."""
+    """Computes for a given time, by the device, and returns a copy of its input."""
 
     def __init__(self, weight_bytes: int, seconds: dict[str, float]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         simdevice.advance(hidden.device, self.seconds[f"gpu:{hidden.device.index}"])
-        return hidden
+        return hidden.clone()  # so that nothing runs before this has
 
 
 class Part(nn.Module):
@@ -89,12 +89,12 @@ class Instance:
 
 def random_instance(random: Random) -> Instance:
     count = random.choice([2, 2, 3])
-    devices = tuple((int(random.uniform(3, 14) * MIB), random.uniform(2, 20) * 1e9) for _ in range(count))
+    devices = tuple((int(random.uniform(12, 56) * MIB), random.uniform(2, 20) * 1e9) for _ in range(count))
     speeds = [random.uniform(0.3, 1.0) for _ in range(count)]
     parts = {}
     for number in range(random.randint(1, 4)):
         kind = KINDS[number] if number < len(KINDS) else "text"
-        block_bytes = int(random.uniform(0.1, 0.9) * MIB)
+        block_bytes = int(random.uniform(1.1, 4) * MIB)
         block_s = random.uniform(0.2, 3.0) * block_bytes / 10e9
         passes = STEPS if kind in ("diffusion", "control") else 1
         seconds = {f"gpu:{index}": block_s / speed for index, speed in enumerate(speeds)}
@@ -105,7 +105,13 @@ def random_instance(random: Random) -> Instance:
 def machine_of(instance: Instance) -> Machine:
     devices = [DeviceCapacity(name="cpu", total_bytes=8 * GIB, available_bytes=8 * GIB)]
     devices += [
-        DeviceCapacity(name=f"gpu:{index}", total_bytes=size, available_bytes=size, link_bytes_per_s=link)
+        DeviceCapacity(
+            name=f"gpu:{index}",
+            total_bytes=size,
+            available_bytes=size - MIB,
+            kept_free_bytes=MIB,
+            link_bytes_per_s=link,
+        )
         for index, (size, link) in enumerate(instance.devices)
     ]
     return Machine(devices=tuple(devices), pinned_bytes=4 * GIB)
@@ -116,7 +122,8 @@ def uses_of(instance: Instance) -> tuple[Use, ...]:
         Use(
             component=name,
             num_passes=passes,
-            activation_bytes=HIDDEN_BYTES,
+            activation_bytes=2 * HIDDEN_BYTES,
+            held_bytes=HIDDEN_BYTES,
             carried_bytes=HIDDEN_BYTES,
             times={device: BlockTimes(blocks_s=(block_s,) * len(sizes)) for device, block_s in seconds.items()},
         )
@@ -189,7 +196,7 @@ def run_seconds(instance: Instance, modules: dict[str, nn.Module], placement: st
     ]  # fmt: skip
     with simdevice.cluster(specs, pinned_bytes=4 * GIB), torch.no_grad():
         manager = MemoryManager()
-        manager.commands.set_default_watermarks(parse_watermarks("0:0"))
+        manager.commands.set_default_watermarks(parse_watermarks("1MiB:1MiB"))
         managed = manage(dict(modules), placement=placement, manager=manager, name="run", uses=uses_of(instance))
         try:
             for turn in range(3):
@@ -197,8 +204,11 @@ def run_seconds(instance: Instance, modules: dict[str, nn.Module], placement: st
                     begin_s = now_s(len(specs))
                 for name, (_, _, passes) in instance.parts.items():
                     home = managed_home(managed, name)
+                    hidden = torch.zeros(HIDDEN_BYTES, dtype=torch.uint8, device=home)
                     for _ in range(passes):
-                        modules[name](torch.zeros(HIDDEN_BYTES, dtype=torch.uint8, device=home))
+                        hidden = modules[name](hidden)
+                    now_s(len(specs))  # the next one needs its result
+            del hidden
             return now_s(len(specs)) - begin_s
         finally:
             managed.release()

@@ -30,6 +30,8 @@ __all__ = ["Part", "choose_devices"]
 
 # Another choice has to be so much faster to be preferred.
 SMALLEST_GAIN = 0.005
+# The second device's part of a split over two.
+TRIED_RATIOS = (0.15, 0.3, 0.45, 0.6, 0.75)
 # Over more devices than these, only the orders by available memory are tried.
 MOST_PERMUTED = 3
 # So many combinations of choices are tried one by one; beyond that, changes of one or two components at a time.
@@ -187,8 +189,10 @@ def find_choices(
 def cuts_of(
     part: Sizes, order: Sequence[str], machine: Machine, profile: OffloadProfile
 ) -> list[tuple[SplitRatio, ...]]:
-    """Return where to cut a component: in proportion to what devices have, or each filled before the next one."""
+    """Return where to cut a component: in proportion to what devices have, each filled before the next, and between."""
     found = [tuple(SplitRatio(device=name) for name in order)]
+    if len(order) == 2:
+        found += [(SplitRatio(device=order[0]), SplitRatio(device=order[1], ratio=ratio)) for ratio in TRIED_RATIOS]
     total = sum(part.blocks)
     rooms = [allowed_on(part, name, machine, profile, first=index == 0) for index, name in enumerate(order)]
     ratios, left = [], 1.0

@@ -45,9 +45,9 @@ TRIED_BLOCKS = 10_000
 # With many blocks fewer choices are tried: how many blocks all starts may have together, and all that get offsets.
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
-# Beyond some 60 blocks fewer still, as the cube of their number over this: the less does a single one matter. And
+# Beyond some 60 blocks far fewer, this over the fourth power of their number: the less does a single one matter. And
 # beyond so many, one choice gets one layout.
-TRIED_CUBES = 40_000_000
+TRIED_BEYOND = 2_200_000_000
 MANY_BLOCKS = 150
 SLACK = 0.01
 
@@ -181,7 +181,7 @@ def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int)
 
 def affordable(num_blocks: int, each: int) -> int:
     """Return how many choices of so many blocks each a search may look at."""
-    return min(num_blocks // each, TRIED_CUBES // each**3)
+    return min(num_blocks // each, TRIED_BEYOND // each**4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """What a run does to the devices: what is loaded and evicted before each use, the peaks, and how long it all takes.
 
-[Note: repeated run] Components compute in turns. One that finds too little room has idle ones evicted, the one that is
-used last first, and no more of it than is missing. The first run loads everything; in each further one the same things
-leave and come back, and those are what a run costs beside its forwards.
+[Note: repeated run] Components compute in turns. One that finds too little room has idle ones evicted: the one that is
+used last first, in whole blocks, no more than are missing. The first run loads everything; in each further one the same
+things leave and come back, and those are what a run costs beside its forwards.
 """
 
 from __future__ import annotations
@@ -170,6 +170,8 @@ class Holdings:
     room: Mapping[str, int]
     """What components may take of each device together."""
     held: dict[tuple[str, str], int] = field(default_factory=dict)
+    pieces: dict[tuple[str, str], int] = field(default_factory=dict)
+    """The bytes of a block of each: what leaves leaves in whole blocks."""
 
     def on(self, device: str) -> dict[str, int]:
         """Return what each component has of a device."""
@@ -195,13 +197,15 @@ class Holdings:
         evicted = []
         for other in by_next_use:
             held = self.held.get((other, share.device), 0)
-            taken = min(held, missing)
+            piece = self.pieces.get((other, share.device), 1)
+            taken = min(held, -(-missing // piece) * piece)
             if taken > 0:
                 self.held[other, share.device] = held - taken
                 evicted.append((other, share.device, taken))
                 missing -= taken
         working_bytes = share.staging_bytes + share.scratch_bytes
         self.held[component, share.device] = share.device_bytes
+        self.pieces[component, share.device] = max(1, share.resident_bytes // max(1, len(share.resident)))
         return max(0, share.device_bytes - working_bytes - max(0, own - working_bytes)), evicted
 
 
