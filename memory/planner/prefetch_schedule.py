@@ -290,7 +290,7 @@ def spread_by_compute(
         return sum(sizes[position] for position in resident if position not in too_large)
 
     slow, fast = 0.0, RATE_LIMIT * sum(sizes) / (sum(compute_s) or 1.0)
-    for _ in range(NUM_HALVINGS):
+    for _ in range(NUM_HALVINGS if len(sizes) <= MANY_BLOCKS else NUM_HALVINGS // 2):
         middle = (slow + fast) / 2
         slow, fast = (slow, middle) if used(stay(middle)) <= budget_bytes else (middle, fast)
     resident = stay(fast)
