@@ -30,7 +30,7 @@ from .case import Result
 NUM_CASES = 200
 SEED = 17
 PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
-STEPS = 4
+STEPS = 2
 # The limits that a ratio of 1 stands for.
 MOST_UNDER, MOST_OVER = 0.05, 0.30
 MOST_SEEN_ELSEWHERE, MOST_SEEN = 0.10, 0.03
@@ -79,7 +79,7 @@ def random_case(random: Random) -> tuple[str, dict[str, Any], Hardware]:
     devices = tuple(
         DescribedDevice(
             name=f"gpu:{index}",
-            total_bytes=int(random.uniform(24, 160) * MIB),
+            total_bytes=int(random.choice([random.uniform(18, 40), random.uniform(40, 120)]) * MIB),
             link_bytes_per_s=int(random.uniform(2, 25) * 1e9),
             flops_per_s=random.uniform(1, 20) * 1e12,
         )
@@ -129,23 +129,25 @@ def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
 
 def run_case(name: str, placement: str, samplings: list[dict[str, Any]]) -> list[Measured]:
     """Load a pipeline as placed and sample each of these in turn; return what each did."""
+    from highwater.nodes.pipeline_predictions import predict_uses
     from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
     from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
     from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
 
     manager = MemoryManager()
     pipe, sources = load_with_sources(ready_pipeline(name))
-    managed = manage(pipe, placement=placement, files=sources, name=name, manager=manager)
+    uses, sizes = predict_uses(graph_of(name, samplings[0], placement), "load", pipe)
+    managed = manage(pipe, placement=placement, files=sources, name=name, manager=manager, uses=uses)
     found = []
     seconds: dict[str, float] = {}
     watch_seconds(pipe, seconds)
-    loaded = LoadedPipeline(pipe=pipe, managed=managed)
+    loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=sizes)
     try:
         for sampling in samplings:
             one = Measured(seconds=seconds)
             peaks: dict[str, int] = {}
             held: dict[str, dict[str, int]] = {}
-            note = watch_needs(manager, peaks, held)
+            note = watch_needs(manager, managed, peaks, held)
             loaded.sample(Sampling(steps=STEPS, seed=1, **sampling), on_step=lambda *_: None)
             note()
             found.append(replace(one, device_bytes=held, activations=peaks, seconds=dict(seconds)))
@@ -154,25 +156,47 @@ def run_case(name: str, placement: str, samplings: list[dict[str, Any]]) -> list
     return found
 
 
-def watch_needs(manager: MemoryManager, peaks: dict[str, int], held: dict[str, dict[str, int]]) -> Any:
+class DecodePeak:
+    """What a VAE's decode takes of its device beside weights: some call their decoder many times, and keep results."""
+
+    def __init__(self, manager: MemoryManager, member: Any) -> None:
+        self.manager = manager
+        self.began = False
+        self.handle = member.managed.module.decoder.register_forward_pre_hook(self.begin, prepend=True)
+        self.index = member.managed.primary.torch_device.index
+
+    def begin(self, *_: Any) -> None:
+        if not self.began:
+            self.began = True
+            simdevice.reset_stats()
+
+    def end(self, peaks: dict[str, int]) -> None:
+        self.handle.remove()
+        if self.began:
+            on_device = sum(self.manager.ledger.by_component(f"gpu:{self.index}").values())
+            peaks["vae"] = simdevice.stats(self.index).peak_bytes - on_device
+
+
+def watch_needs(manager: MemoryManager, managed: Any, peaks: dict[str, int], held: dict[str, dict[str, int]]) -> Any:
     """Note, at the end of each pass, what it needed beside weights and what its component held."""
     from highwater.memory.manager import calibration, leases
 
     learn = calibration.learn_needs
+    vae = DecodePeak(manager, next(member for member in managed.members if member.name == "vae"))
 
     def noting(member: Any, capacity: Any, current: Any, needed: Any) -> None:
         home = member.managed.primary.name
         if current.is_completed:
             peaks[member.name] = max(peaks.get(member.name, 0), needed.get(home, 0))
-            held[member.name] = {
-                share.device: manager.ledger.held(member.id, share.device) for share in member.managed.plan.shares
-            }
+            here = {share.device: manager.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
+            held.setdefault(member.name, here)
         learn(member, capacity, current, needed)
 
     leases.learn_needs = noting
 
     def restore() -> None:
         leases.learn_needs = learn
+        vae.end(peaks)
 
     return restore
 
