@@ -10,6 +10,7 @@ Simulated devices have neither kernels' workspaces nor fragmented memory, so a c
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -22,6 +23,7 @@ from highwater.headless.comfy_stub import folder_paths
 from highwater.headless.comfy_stub.comfy_api import install
 from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import DoesNotFit, InvalidInput
+from highwater.memory.planner.run import Use
 from highwater.memory.units import GIB, MIB
 from highwater.nodes.described_hardware import DescribedDevice, Hardware
 
@@ -127,23 +129,28 @@ def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
             module.register_forward_hook(lambda *_, name=name: into.__setitem__(name, now_s() - begun[name]))
 
 
-def run_case(name: str, placement: str, samplings: list[dict[str, Any]]) -> list[Measured]:
-    """Load a pipeline as placed and sample each of these in turn; return what each did."""
-    from highwater.nodes.pipeline_predictions import predict_uses
+def run_case(name: str, placement: str, samplings: list[dict[str, Any]], uses: list[Sequence[Use]]) -> list[Measured]:
+    """Load a pipeline as placed and sample each of these in turn; return what each did.
+
+    Args:
+        uses: what was predicted of each.
+    """
     from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
     from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
     from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
 
     manager = MemoryManager()
     pipe, sources = load_with_sources(ready_pipeline(name))
-    uses, sizes = predict_uses(graph_of(name, samplings[0], placement), "load", pipe)
-    managed = manage(pipe, placement=placement, files=sources, name=name, manager=manager, uses=uses)
+    # As the nodes do, which trace again what the plan has traced.
+    managed = manage(pipe, placement=placement, files=sources, name=name, manager=manager, uses=uses[0])
     found = []
     seconds: dict[str, float] = {}
     watch_seconds(pipe, seconds)
-    loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=sizes)
+    forms = {Sampling(steps=STEPS, seed=1, **sampling).form for sampling in samplings}
+    loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=forms)
     try:
-        for sampling in samplings:
+        for sampling, predicted in zip(samplings, uses, strict=True):
+            managed.expect({use.component: use.activation_bytes or 0 for use in predicted})
             one = Measured(seconds=seconds)
             peaks: dict[str, int] = {}
             held: dict[str, dict[str, int]] = {}
@@ -221,15 +228,23 @@ def measure_one(random: Random, tally: Tally, number: int) -> None:
         )
         for device in hardware.devices
     ]
+    try:
+        other_plan = plan_case(name, other, hardware, planned.placement)
+    except (DoesNotFit, InvalidInput):
+        tally.num_refused += 1
+        return
+    uses, other_uses = ([use.use for use in one.run.uses] for one in (plan, other_plan))
     with simdevice.cluster(specs, pinned_bytes=hardware.pinned_bytes):
         try:
-            first, again, elsewhere = run_case(name, planned.placement, [sampling, sampling, other])
+            first, again, elsewhere = run_case(
+                name, planned.placement, [sampling, sampling, other], [uses, uses, other_uses]
+            )
         except torch.OutOfMemoryError:
             tally.num_oom += 1
             tally.worst["num_oom"] = where
             return
         compare(tally, where, plan, planned, first, again)
-        compare_elsewhere(tally, where, plan_case(name, other, hardware, planned.placement), elsewhere)
+        compare_elsewhere(tally, where, other_plan, elsewhere)
     tally.num_cases += 1
 
 

@@ -103,7 +103,7 @@ def run_case(name: str, card: str, speeds: tuple[float, ...], link: float, num_c
             total_bytes=4 << 30,
             peer_bytes_per_s=link / SCALE,
             flops_per_s=CARDS[card] * speed,
-            memory_bytes_per_s=1e30,
+            memory_bytes_per_s=1e12 / SCALE,
         )
         for speed in speeds
     ]

@@ -418,6 +418,11 @@ class HostedComponent:
         """Make independent calls of which its devices compute parts at the same time, as `ManagedComponent` does."""
         return self.joined().managed.run_micro_batches(calls)
 
+    @property
+    def computes_at_once(self) -> bool:
+        """Whether its devices computed the halves of the last step at the same time."""
+        return self.noted_off == ""
+
     def note_micro_batches(self, off: str) -> None:
         """Note in the event log that its devices compute in turn, and why, or that they compute at the same time.
 

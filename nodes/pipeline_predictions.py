@@ -102,7 +102,7 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
                 predicted = predict(call)
                 if predicted is not None:
                     found.append(use_of(call, predicted))
-    return tuple(found), {sampling for _, sampling in predict.traced}
+    return tuple(found), {sampling.form for _, sampling in predict.traced}
 
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:

@@ -24,14 +24,14 @@ def hop_stream(compute: torch.Stream) -> torch.Stream:
     return hop_streams[key]
 
 
-def send_beside(tensor: torch.Tensor, target: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
+def send_beside(held: torch.Tensor, target: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
     """Return a copy on another accelerator, or ``into``, filled; the source device computes on meanwhile.
 
-    Takes the tensor's bytes of its device until the copy has left, and no gradient. Its elements lie without gaps.
+    Args:
+        held: a copy on the device, to which nobody writes; it may be freed at once.
     """
-    compute = torch.accelerator.current_stream(tensor.device.index)
+    compute = torch.accelerator.current_stream(held.device.index)
     beside = hop_stream(compute)
-    held = tensor.clone()
     beside.wait_stream(compute)
     with beside:
         sent = held.to(target) if into is None else into.copy_(held)

@@ -8,7 +8,7 @@ another node takes part in these calls, since what it keeps between them may not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ...memory.errors import InvalidInput
 from .guides import KEY
 from .hosted import Hosted, hosted_of
 
-__all__ = ["compute_halves_at_once"]
+__all__ = ["compute_halves_at_once", "compute_halves_in_turn"]
 
 # Wrappers of others of these kinds see the calls of a step.
 SEEN_BY = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
@@ -42,20 +42,42 @@ def calc_at_once(
     if hosted is None or not hosted.is_split:
         return executor(model, conds, x_in, timestep, model_options)
     refuse_clones(hosted, model_options)
-    given = [index for index, cond in enumerate(conds) if cond is not None]
-    off = why_off([conds[index] for index in given], model_options) or hosted.why_one_by_one()
+    off = why_off([cond for cond in conds if cond is not None], model_options) or hosted.why_one_by_one()
     hosted.note_micro_batches(off)
     if off:
         return executor(model, conds, x_in, timestep, model_options)
+    return calc_alone(hosted.run_micro_batches, executor, model, conds, x_in, timestep, model_options)
+
+
+def calc_alone(
+    run: Callable[[list[Callable[[], torch.Tensor]]], list[torch.Tensor]],
+    executor: Any,
+    model: Any,
+    conds: Sequence[Any],
+    x_in: torch.Tensor,
+    timestep: Any,
+    model_options: Mapping[str, Any],
+) -> list[torch.Tensor]:
+    """Return what each conditioning gives alone; ``run`` makes the calls, and returns what they return."""
 
     def compute(index: int) -> torch.Tensor:
         alone = [cond if place == index else None for place, cond in enumerate(conds)]
         computed: torch.Tensor = executor(model, alone, x_in, timestep, model_options)[index]
         return computed
 
-    halves = hosted.run_micro_batches([partial(compute, index) for index in given])
-    by_index = dict(zip(given, halves, strict=True))
+    given = [index for index, cond in enumerate(conds) if cond is not None]
+    by_index = dict(zip(given, run([partial(compute, index) for index in given]), strict=True))
     return [by_index[index] if index in by_index else torch.zeros_like(x_in) for index in range(len(conds))]
+
+
+def compute_halves_in_turn(patcher: ModelPatcher) -> None:
+    """Make core compute each conditioning of a step alone, one after the other, to compare with."""
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, calc_in_turn)
+
+
+def calc_in_turn(executor: Any, *given: Any) -> Any:
+    """A CALC_COND_BATCH wrapper of core's."""
+    return calc_alone(lambda calls: [call() for call in calls], executor, *given)
 
 
 def refuse_clones(hosted: Hosted, model_options: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from .dynamic_models import dynamic_model_of, is_dynamic
 from .foreign import class_behind
 from .guides import KEY as GUIDES_KEY
 from .managing import copy_model, read_again, reload_managed
+from .micro_batches import compute_halves_in_turn
 from .patcher import HighwaterPatcher
 from .private_weights import own_weights
 from .tiled_vae import as_core
@@ -173,6 +174,9 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
     copy_own_state(twin, carried)
     drop_backups(twin)
     own_patches(twin)
+    if patcher.hosted.computes_at_once:
+        compute_halves_in_turn(twin)
+        notes.append("each conditioning of a step is computed alone, as over several devices at once")
     decode_alike(patcher, twin, notes)
     return twin, how
 

@@ -61,7 +61,7 @@ class LoadedPipeline:
         from ...memory.tracing import Untraceable
         from .pipeline_traces import trace_pipeline
 
-        form = replace(sampling, prompt="", negative_prompt="", seed=0, steps=1, guidance=float(sampling.guidance > 1))
+        form = sampling.form
         if form in self.traced or not self.managed.has_devices():
             return
         self.traced.add(form)
@@ -87,6 +87,11 @@ class Sampling:
     steps: int
     guidance: float
     seed: int
+
+    @property
+    def form(self) -> Sampling:
+        """What of it decides how much memory it takes: size, frames, and whether a step evaluates two conditions."""
+        return replace(self, prompt="", negative_prompt="", seed=0, steps=1, guidance=float(self.guidance > 1))
 
 
 def sample_images(

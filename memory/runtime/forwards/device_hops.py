@@ -28,6 +28,7 @@ import torch
 from ...transfer.hop_streams import send_beside
 from ..tensors.nested_tensors import Lent, find_tensors, replace_tensors
 from ..tensors.reported_device import device_of
+from .recording_pauses import host_recordings
 from .shared_states import exchange, tensors_of
 
 __all__ = ["DeviceHops", "Visit"]
@@ -173,7 +174,7 @@ class DeviceHops:
         """
         with ordinary_tensors():
             if len(group) == 1:
-                send = send_beside if beside and can_go_beside(group[0], device) else copy_as_it_lies
+                send = send_while_computing if beside and can_go_beside(group[0], device) else copy_as_it_lies
                 return [self.count(send(group[0], device))]
             begin, end = min(range_of(tensor)[0] for tensor in group), max(range_of(tensor)[1] for tensor in group)
             all_of_it = self.count(group[0].as_strided((end - begin,), (1,), begin).to(device))
@@ -355,10 +356,20 @@ def can_go_beside(tensor: torch.Tensor, device: torch.device) -> bool:
     return end - begin == tensor.numel() > 0 and 0 not in tensor.stride()
 
 
+def send_while_computing(tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a copy of a tensor for which `can_go_beside` holds; takes its bytes once more until that has left."""
+    with host_recordings.paused():
+        held = tensor.clone()
+    sent = send_beside(held, device, into)
+    with host_recordings.paused():
+        del held
+    return sent
+
+
 def write_back(outside: torch.Tensor, inside: torch.Tensor) -> None:
     """Write what a callee wrote to its copy to the caller's tensor."""
     if can_go_beside(inside, outside.device) and outside.device != inside.device and not outside.requires_grad:
-        send_beside(inside, outside.device, into=outside)
+        send_while_computing(inside, outside.device, into=outside)
     else:
         outside.copy_(inside)
 

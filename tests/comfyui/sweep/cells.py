@@ -35,6 +35,7 @@ from highwater.memory.weights.cast_form import find_scale
 from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8
 from highwater.nodes.host.adopting import adopt
 from highwater.nodes.host.hosted import Request
+from highwater.nodes.host.micro_batches import compute_halves_in_turn
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
 from highwater.tests.comfyui.sweep.autoencoders import build_vae, run_vae
 from highwater.tests.comfyui.sweep.controls import guide
@@ -125,23 +126,34 @@ def pass_through_eight_bits(model: torch.nn.Module, names: frozenset[str]) -> No
                 decode_fp8_into(weight, encode_fp8(weight, scale), scale)
 
 
-references: dict[tuple[str, bool, bool, frozenset[str]], Tensor] = {}
+references: dict[tuple[str, bool, bool, bool, frozenset[str]], Tensor] = {}
 
 
 def reference(
-    architecture: Architecture, cast: frozenset[str], *, has_lora: bool = False, has_control: bool = False
+    architecture: Architecture,
+    cast: frozenset[str],
+    *,
+    has_lora: bool = False,
+    has_control: bool = False,
+    in_halves: bool = False,
 ) -> Tensor:
-    """Return what core's own load gives, with weights that went through eight bits; made once."""
-    key = (architecture.name, has_lora, has_control, cast)
+    """Return what core's own load gives, with weights that went through eight bits; made once.
+
+    Args:
+        in_halves: each conditioning of a step is computed alone.
+    """
+    key = (architecture.name, has_lora, has_control, in_halves, cast)
     without: dict[str, Tensor] = {}
     if has_control and key not in references:
-        without["the ControlNet"] = reference(architecture, cast)
+        without["the ControlNet"] = reference(architecture, cast, in_halves=in_halves)
     if has_lora and key not in references:
-        without["the LoRA"] = reference(architecture, cast)
+        without["the LoRA"] = reference(architecture, cast, in_halves=in_halves)
     if cast and key not in references:
         without["eight bits"] = reference(architecture, frozenset(), has_control=has_control)
     if key not in references:
         patcher = build(architecture)
+        if in_halves:
+            compute_halves_in_turn(patcher)
         pass_through_eight_bits(patcher.model, cast)
         if has_lora:
             patcher, _ = comfy.sd.load_lora_for_models(patcher, None, lora_for(patcher), 1.0, 0.0)
@@ -237,12 +249,13 @@ def compare(architecture: Architecture, form: str, *, has_lora: bool = False, ha
         patcher, control = guide(architecture, patcher, partial(request_for_control, form))
     results = [sample(architecture, patcher, control) for _ in ATTEMPTS]
     cast = check_plan(patcher, form)
+    in_halves = patcher.hosted.computes_at_once
     kept = weakref.ref(patcher.model)
     del patcher, control
     comfy.model_management.unload_all_models()
     if kept() is not None:
         raise Different("its memory stays until Python collects cycles")
-    check(results, reference(architecture, cast, has_lora=has_lora, has_control=has_control))
+    check(results, reference(architecture, cast, has_lora=has_lora, has_control=has_control, in_halves=in_halves))
 
 
 ATTEMPTS = ("first", "second")
