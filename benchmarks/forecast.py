@@ -115,7 +115,7 @@ class Measured:
 
 
 def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
-    """Note the virtual seconds of each part's last forward, from its entry to the end of its work."""
+    """Note the virtual seconds of each part's last forward, from when it is loaded to the end of its work."""
     begun: dict[str, float] = {}
 
     def now_s() -> float:
@@ -125,7 +125,7 @@ def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
 
     for name, module in pipe.components.items():
         if isinstance(module, torch.nn.Module):
-            module.register_forward_pre_hook(lambda *_, name=name: begun.__setitem__(name, now_s()), prepend=True)
+            module.register_forward_pre_hook(lambda *_, name=name: begun.__setitem__(name, now_s()))
             module.register_forward_hook(lambda *_, name=name: into.__setitem__(name, now_s() - begun[name]))
 
 
@@ -150,11 +150,11 @@ def run_case(name: str, placement: str, samplings: list[dict[str, Any]], uses: l
     loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=forms)
     try:
         for sampling, predicted in zip(samplings, uses, strict=True):
-            managed.expect({use.component: use.activation_bytes or 0 for use in predicted})
+            managed.expect({use.component: (use.activation_bytes or 0) - use.held_bytes for use in predicted})
             one = Measured(seconds=seconds)
             peaks: dict[str, int] = {}
             held: dict[str, dict[str, int]] = {}
-            note = watch_needs(manager, managed, peaks, held)
+            note = watch_needs(manager, peaks, held)
             loaded.sample(Sampling(steps=STEPS, seed=1, **sampling), on_step=lambda *_: None)
             note()
             found.append(replace(one, device_bytes=held, activations=peaks, seconds=dict(seconds)))
@@ -163,38 +163,18 @@ def run_case(name: str, placement: str, samplings: list[dict[str, Any]], uses: l
     return found
 
 
-class DecodePeak:
-    """What a VAE's decode takes of its device beside weights: some call their decoder many times, and keep results."""
-
-    def __init__(self, manager: MemoryManager, member: Any) -> None:
-        self.manager = manager
-        self.began = False
-        self.handle = member.managed.module.decoder.register_forward_pre_hook(self.begin, prepend=True)
-        self.index = member.managed.primary.torch_device.index
-
-    def begin(self, *_: Any) -> None:
-        if not self.began:
-            self.began = True
-            simdevice.reset_stats()
-
-    def end(self, peaks: dict[str, int]) -> None:
-        self.handle.remove()
-        if self.began:
-            on_device = sum(self.manager.ledger.by_component(f"gpu:{self.index}").values())
-            peaks["vae"] = simdevice.stats(self.index).peak_bytes - on_device
-
-
-def watch_needs(manager: MemoryManager, managed: Any, peaks: dict[str, int], held: dict[str, dict[str, int]]) -> Any:
+def watch_needs(manager: MemoryManager, peaks: dict[str, int], held: dict[str, dict[str, int]]) -> Any:
     """Note, at the end of each pass, what it needed beside weights and what its component held."""
     from highwater.memory.manager import calibration, leases
 
     learn = calibration.learn_needs
-    vae = DecodePeak(manager, next(member for member in managed.members if member.name == "vae"))
 
     def noting(member: Any, capacity: Any, current: Any, needed: Any) -> None:
         home = member.managed.primary.name
         if current.is_completed:
-            peaks[member.name] = max(peaks.get(member.name, 0), needed.get(home, 0))
+            # Beside what the pipeline held as the pass began: latents, embeddings, frames that are decoded already.
+            before = member.allocated_at_entry.get(home, 0) - sum(manager.ledger.by_component(home).values())
+            peaks[member.name] = max(peaks.get(member.name, 0), needed.get(home, 0) + max(0, before))
             here = {share.device: manager.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
             held.setdefault(member.name, here)
         learn(member, capacity, current, needed)
@@ -203,7 +183,6 @@ def watch_needs(manager: MemoryManager, managed: Any, peaks: dict[str, int], hel
 
     def restore() -> None:
         leases.learn_needs = learn
-        vae.end(peaks)
 
     return restore
 
@@ -232,6 +211,9 @@ def measure_one(random: Random, tally: Tally, number: int) -> None:
         other_plan = plan_case(name, other, hardware, planned.placement)
     except (DoesNotFit, InvalidInput):
         tally.num_refused += 1
+        return
+    if not all(one.run.remaining_bytes(device) >= 0 for one in (plan, other_plan) for device in one.run.devices):
+        tally.num_refused += 1  # the plan says that activations take more than there is
         return
     uses, other_uses = ([use.use for use in one.run.uses] for one in (plan, other_plan))
     with simdevice.cluster(specs, pinned_bytes=hardware.pinned_bytes):
@@ -269,7 +251,6 @@ def compare(tally: Tally, where: str, plan: Any, planned: Any, first: Measured, 
             seen = again.activations[part.component]
             tally.note("same", abs(seen / max(1, measured) - 1), at)
             is_large |= measured > first.device_bytes[part.component][part.shares[0].device]
-        # The first forward may wait for its weights, which the plan counts as loading.
         if use.pass_s is not None and part.component in again.seconds:
             tally.note("seconds", abs(use.pass_s / again.seconds[part.component] - 1), at)
     tally.num_large += is_large

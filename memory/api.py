@@ -68,7 +68,7 @@ class Managed:
         return next(diffusion, self.members[0]).managed.primary.torch_device
 
     def expect(self, activation_bytes: Mapping[str, int]) -> None:
-        """Tell what the forwards to come of components are predicted to take beside their weights, by name.
+        """Tell what the forwards to come of components are predicted to take beside weights and inputs, by name.
 
         Plans keep that free on the component's first device until a forward of that size was seen. Moves nothing.
         """

@@ -246,6 +246,7 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
     predicted = predicted or Prediction(num_passes=usual_passes(call.use))
     return Use(
         component=call.component.name,
+        kind=call.component.kind,
         num_passes=predicted.num_passes,
         activation_bytes=predicted.activation_bytes,
         held_bytes=predicted.held_bytes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..weights.component import Component
 
-__all__ = ["BlockTimes", "Use", "largest_activations", "usual_uses", "with_slack"]
+__all__ = ["KINDS_OF_STEPS", "BlockTimes", "Use", "largest_activations", "usual_uses", "with_slack"]
 
 # The order in which the parts of a pipeline compute, and how often each does where nothing tells: a sampler's steps.
 USUAL_ORDER = ("text", "vision", "control", "diffusion", "vae")
@@ -40,6 +40,7 @@ class Use:
     """One stretch of a run in which a component computes: so many forwards, one right after the other."""
 
     component: str
+    kind: str = ""
     num_passes: int = 1
     activation_bytes: int | None = None
     """What its forwards take beside the weights, on the device of its non-block weights; None: not known."""
@@ -57,7 +58,8 @@ def usual_uses(components: Iterable[Component]) -> tuple[Use, ...]:
     """Return a run of which only the components are known: text encoders, a sampler's steps, the VAE."""
     ordered = sorted(components, key=lambda part: USUAL_ORDER.index(part.kind) if part.kind in USUAL_ORDER else -1)
     return tuple(
-        Use(component=part.name, num_passes=USUAL_STEPS if part.kind in KINDS_OF_STEPS else 1) for part in ordered
+        Use(component=part.name, kind=part.kind, num_passes=USUAL_STEPS if part.kind in KINDS_OF_STEPS else 1)
+        for part in ordered
     )
 
 
@@ -67,6 +69,13 @@ def with_slack(num_bytes: int) -> int:
 
 
 def largest_activations(uses: Sequence[Use], component: str) -> int | None:
-    """Return the most that a component's forwards take beside its weights; None where nothing is known of any."""
-    known = [use.activation_bytes for use in uses if use.component == component]
-    return max((num_bytes for num_bytes in known if num_bytes is not None), default=None)
+    """Return the most that a component's forwards take beside its weights and what is held as they begin.
+
+    None where nothing is known of any.
+    """
+    known = [
+        use.activation_bytes - use.held_bytes
+        for use in uses
+        if use.component == component and use.activation_bytes is not None
+    ]
+    return max(known, default=None)

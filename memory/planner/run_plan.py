@@ -3,6 +3,8 @@
 [Note: repeated run] Components compute in turns. One that finds too little room has idle ones evicted: the one that is
 used last first, in whole blocks, no more than are missing. The first run loads everything; in each further one the same
 things leave and come back, and those are what a run costs beside its forwards.
+
+[Note: room of a decode] For a VAE text encoders leave before anything of the model that sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 from ..units import format_bytes, format_seconds
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
-from .run import BlockTimes, Use
+from .run import KINDS_OF_STEPS, BlockTimes, Use
 
 __all__ = ["RunPlan", "UsePlan", "copy_rate", "first_and_further", "run_seconds"]
 
@@ -235,9 +237,12 @@ def play(
     holdings: Holdings,
     pass_s: Mapping[int, float | None],
 ) -> Iterator[UsePlan]:
+    kinds = {use.component: use.kind for use in uses}
     for number, use in enumerate(uses):
         order = [other.component for other in (*uses[number + 1 :], *uses[:number])]
         by_next_use = sorted({*order} - {use.component}, key=order.index, reverse=True)
+        if use.kind == "vae":  # ([Note: room of a decode])
+            by_next_use.sort(key=lambda other: kinds.get(other) in KINDS_OF_STEPS)
         loaded: dict[str, int] = {}
         evicted: list[tuple[str, str, int]] = []
         load_s: float | None = 0.0

@@ -71,7 +71,7 @@ class LoadedPipeline:
             return
         peaks: dict[str, int] = {}
         for call in calls:
-            peaks[call.part] = max(peaks.get(call.part, 0), call.peak_bytes)
+            peaks[call.part] = max(peaks.get(call.part, 0), call.trace.peak_bytes)
         self.managed.expect(peaks)
 
 
