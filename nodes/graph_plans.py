@@ -13,7 +13,6 @@ from ..memory.manager.watermark import in_bytes
 from ..memory.options.marks import ALL, HOST
 from ..memory.options.placement import canonical_device
 from .pipeline_predictions import PipelinePredictor
-from .watermark import DeviceWatermark
 from .workflow_plans import PlannedCall, Prediction, Predictor, WorkflowPlan, plan_workflow
 from .workflow_reading import read_workflow
 from .workflow_reading.model_paths import image_size
@@ -54,6 +53,8 @@ def plan_graph(
     Raises:
         InvalidInput, DoesNotFit: as `read_workflow` and `plan_workflow`.
     """
+    from .watermark import DeviceWatermark  # importable only where a host, or its stand-in, is
+
     described = read_workflow(graph, source=source, widgets_of=find_widgets(), image_size=image_size)
     machine = machine_for(hardware, marks or {})
     for setting in described.watermarks:

@@ -60,6 +60,14 @@ def test_a_printed_plan_can_be_pasted_back(model_file: Path, capsys) -> None:
     assert without_reasons[0] == without_reasons[1]
 
 
+def test_a_plan_imports_what_it_needs_by_itself(model_file: Path, run_python) -> None:
+    """In a process in which nothing is imported yet."""
+    run_python(f"""
+from highwater.headless.cli import main
+assert main(["plan", {str(model_file)!r}, "--devices", {TWO!r}]) == 0
+""")
+
+
 def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
     sizes = []
     for precision in ("as stored", "fp8 scaled"):
