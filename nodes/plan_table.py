@@ -21,11 +21,14 @@ UNKNOWN = "unknown"
 RESTS = {"device": "on the device", "pinned": "pinned RAM", "host": "RAM", "disk": "its file"}
 
 
-def plan_text(plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine) -> str:
+def plan_text(
+    plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine, placements: Mapping[str, str] | None = None
+) -> str:
     """Return plans of one machine as text: tables first, then the reasons, last what gives the same plan again.
 
     Args:
         plans: by what they are for, such as the node that loads.
+        placements: for some of them, the placement as their node takes it.
     """
     parts = [part for plan in plans.values() for part in plan.components]
     blocks = [table([COMPONENTS, *(row for part in parts for row in component_rows(part))])]
@@ -37,7 +40,7 @@ def plan_text(plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine) 
     why += run.turns if run is not None else []
     if why:
         blocks.append("\n".join(["why", *(f"  {reason}" for reason in dict.fromkeys(why))]))
-    blocks.append("\n".join(same_again(plans)))
+    blocks.append("\n".join(same_again(plans, placements or {})))
     return "\n\n".join(blocks)
 
 
@@ -125,14 +128,14 @@ def device_rows(parts: Sequence[ComponentPlan], run: RunPlan | None, machine: Ma
         yield device.name, room, format_bytes(peak), remains
 
 
-def same_again(plans: Mapping[str, Plan]) -> Iterator[str]:
+def same_again(plans: Mapping[str, Plan], placements: Mapping[str, str]) -> Iterator[str]:
     """Yield the texts to paste into the loaders."""
     for name, plan in plans.items():
         if len(plans) > 1:
             yield f"{name}"
         title = f" ({plan.profile.title})" if plan.profile.title != plan.profile.name else ""
         yield f"profile: {plan.profile}{title}"
-        yield f"placement: {plan.placement}"
+        yield f"placement: {placements.get(name, plan.placement)}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

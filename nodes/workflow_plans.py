@@ -79,17 +79,14 @@ class WorkflowPlan:
     plans: Mapping[str, Plan]
     run: RunPlan | None
     machine: Machine
+    placements: Mapping[str, str] = field(default_factory=dict)
+    """By loader of ComfyUI's models, the text that its widget takes."""
     notes: tuple[str, ...] = ()
     """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
 
-    @property
-    def placements(self) -> dict[str, str]:
-        """By loader, the text that gives the same placement again."""
-        return {name: plan.placement for name, plan in self.plans.items()}
-
     def text(self) -> str:
         """Return it as tables and lines for people."""
-        blocks = [plan_text(self.plans, self.run, self.machine)]
+        blocks = [plan_text(self.plans, self.run, self.machine, self.placements)]
         if self.notes:
             blocks.append("\n".join(["not in the plan", *(f"  {note}" for note in self.notes)]))
         return "\n\n".join(blocks)
@@ -157,7 +154,22 @@ def plan_workflow(
                 uses += [use_of(call, predict(call)) for call in calls]
     plans, run = plan_together(requests, uses)
     by_label = dict(zip(labels, plans, strict=True))
-    return WorkflowPlan(plans=by_label, run=run, machine=machine, notes=tuple(dict.fromkeys(notes)))
+    models = [described.models[number] for number in loaded]
+    placements = {
+        label: widget_text(plan)
+        for (label, plan), model in zip(by_label.items(), models, strict=True)
+        if model.kind != PIPELINE
+    }
+    return WorkflowPlan(
+        plans=by_label, run=run, machine=machine, placements=placements, notes=tuple(dict.fromkeys(notes))
+    )
+
+
+def widget_text(plan: Plan) -> str:
+    """Return a placement as the loaders of ComfyUI's models take it: devices, and another GPU that stores."""
+    (part,) = plan.components
+    devices = "&".join(share.device for share in part.shares)
+    return f"{devices}:{part.store}" if part.store else devices
 
 
 def describe_model(model: LoadedModel, paths: Sequence[Path]) -> tuple[Component, ...]:

@@ -1,0 +1,57 @@
+"""The Plan node in the real host: it says before what the workflow then does, for models of every loader."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, images
+from highwater.tests.comfyui.host_process import HostProcess
+
+
+def planned(host: HostProcess, graph: Graph, devices: str = "") -> str:
+    """Run a graph with a Plan node; return the plan's text."""
+    node = graph.add("HighwaterPlan", devices=devices)
+    graph.add("PreviewImage", images=(node[0], 1))
+    result = host.run(graph.nodes)
+    assert result.outcome == "success", result.brief_error
+    (text,) = result.outputs[node[0]]["text"]
+    return str(text)
+
+
+@pytest.mark.parametrize("loaders", [Loaders(), CORE], ids=["ours", "core's"])
+def test_a_workflow_is_planned_before_it_runs(gpu_host: HostProcess, loaders: Loaders) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    images(graph, loaders)
+    text = planned(gpu_host, graph)
+    assert "component" in text
+    assert "placement: gpu:0\n" in text  # as the widget takes it
+    sampling = next(line for line in text.splitlines() if re.search(r"2 steps at 64x64", line))
+    decoding = next(line for line in text.splitlines() if "decode at 64x64" in line)
+    for line in (sampling, decoding):
+        assert re.search(r"\d+(\.\d+)?[KMG]iB$", line.rstrip()), line  # what core reserves for it
+    unknown = text.partition("not in the plan")[2]
+    assert re.findall(r"\((\w+)\)", unknown) == ["TestConditioning"] * 2, unknown  # the tests' own nodes
+
+
+def test_what_is_planned_is_what_is_loaded(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    images(graph, Loaders(profile="4MiB"))
+    text = planned(gpu_host, graph)
+    row = next(line for line in text.splitlines() if line.startswith("tiny_flux"))
+    planned_resident = re.search(r"(\d+) of (\d+)", row)
+    assert planned_resident is not None and int(planned_resident[1]) < int(planned_resident[2]), text
+    (model,) = (part for part in gpu_host.get("/highwater/report")["components"] if part["kind"] == "diffusion")
+    assert model["in_effect"], model
+    (share,) = model["plan"]["shares"]
+    assert share["resident_blocks"] == int(planned_resident[1])
+
+
+def test_a_machine_that_is_not_here_is_planned_for(gpu_host: HostProcess) -> None:
+    graph = Graph()
+    images(graph, Loaders())
+    text = planned(gpu_host, graph, devices="gpu:0=6GiB@25GB/s@80TFLOPS,host=16GiB")
+    assert re.search(r"^gpu:0 +5\.\d+GiB ", text, re.MULTILINE), text
