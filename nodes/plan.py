@@ -61,14 +61,18 @@ class HighwaterPlan(io.ComfyNode):
 
     @classmethod
     def execute(cls, devices: str) -> io.NodeOutput:
+        from ..memory.errors import DoesNotFit, InvalidInput
         from .described_hardware import parse_hardware
         from .graph_plans import plan_graph
-        from .plan_picture import draw_plan
+        from .plan_picture import draw_plan, draw_text
 
         hardware = parse_hardware(devices) if devices.strip() else None
-        planned = plan_graph(cls.hidden.prompt, source="this workflow", hardware=hardware)
-        picture = draw_plan(planned.plans, planned.run, planned.machine)
-        text = planned.text()
+        try:
+            planned = plan_graph(cls.hidden.prompt, source="this workflow", hardware=hardware)
+        except (DoesNotFit, InvalidInput) as error:  # that is the plan: the rest of the workflow says it where it runs
+            text, picture = f"cannot be planned: {error}", draw_text(str(error))
+        else:
+            text, picture = planned.text(), draw_plan(planned.plans, planned.run, planned.machine)
         return io.NodeOutput(text, as_images(picture), ui=ui.PreviewText(text))
 
 

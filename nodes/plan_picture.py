@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..memory.planner.plan import Plan
     from ..memory.planner.run_plan import RunPlan
 
-__all__ = ["draw_plan"]
+__all__ = ["draw_plan", "draw_text"]
 
 WIDTH, MARGIN, LABEL_WIDTH, NUMBER_WIDTH, BAR_HEIGHT, GAP, FONT_SIZE = 1100, 24, 250, 80, 26, 10, 15
 PAPER, INK, FAINT, LIMIT, ACTIVATIONS = "#ffffff", "#1d2733", "#e9edf2", "#c0392b", "#8a949f"
@@ -34,6 +34,8 @@ def draw_plan(plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine) 
     """
     from PIL import Image, ImageDraw, ImageFont
 
+    if not any(share.device != "cpu" for plan in plans.values() for part in plan.components for share in part.shares):
+        return draw_text("Everything computes on the CPU: there is no accelerator to show.")
     parts = [part for plan in plans.values() for part in plan.components]
     names = list(dict.fromkeys(part.component for part in parts))
     colors = {name: HUES[number % len(HUES)] for number, name in enumerate(names)} | {BESIDE: ACTIVATIONS}
@@ -87,6 +89,21 @@ def draw_plan(plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine) 
         draw.text((x + 20, y), name, INK, font)
         x += length
     return image.crop((0, 0, WIDTH, y + BAR_HEIGHT + MARGIN))
+
+
+def draw_text(text: str) -> Image:
+    """Return a picture of a text, in lines as wide as it."""
+    import textwrap
+
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(FONT_SIZE)
+    lines = textwrap.wrap(text, 110) or [""]
+    image = Image.new("RGB", (WIDTH, 2 * MARGIN + len(lines) * BAR_HEIGHT), PAPER)
+    draw = ImageDraw.Draw(image)
+    for number, line in enumerate(lines):
+        draw.text((MARGIN, MARGIN + number * BAR_HEIGHT), line, INK, font)
+    return image
 
 
 def run_bars(run: RunPlan, device: str) -> Iterator[tuple[str, Sequence[Segment]]]:

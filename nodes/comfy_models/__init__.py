@@ -17,6 +17,7 @@ __all__, __getattr__ = lazy_names(
             "HighwaterLoadVAE",
         ],
         "quantize": ["HighwaterQuantizeFile"],
+        "tiny_models": ["make_tiny_model"],
         "verify": ["HighwaterVerify"],
     },
 )

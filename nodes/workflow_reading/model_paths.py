@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...memory.errors import InvalidInput, quoted
-from ..pipelines import find_pipeline
+from ..comfy_models import make_tiny_model
+from ..pipelines import ready_pipeline
 from .description import PIPELINE, AppliedLora, LoadedModel
 
 __all__ = ["FoundFiles", "find_files", "find_loras", "image_size"]
@@ -27,11 +28,11 @@ class FoundFiles:
 
 
 def find_files(model: LoadedModel) -> FoundFiles:
-    """Return where a model's files are; touches no file's contents."""
+    """Return where a model's files are; reads none. Tiny models that are missing are made, as their loaders do."""
     unnamed = tuple(line for line in model.unknown if line.startswith("file:"))
     if model.kind == PIPELINE:
         try:
-            return FoundFiles(paths=tuple(find_pipeline(name) for name in model.files), missing=unnamed)
+            return FoundFiles(paths=tuple(map(ready_pipeline, model.files)), missing=unnamed)
         except InvalidInput as error:
             return FoundFiles(paths=(), missing=(f"{model.node.label}: {error}", *unnamed))
     found = find_all(model.node.label, model.folder, model.files)
@@ -84,8 +85,9 @@ def find_path(folder: str, name: str) -> Path | None:
 
     for place in (folder, GGUF_FOLDERS.get(folder, "")):
         try:
+            make_tiny_model(place, name)  # others are left alone
             path = folder_paths.get_full_path(place, name) if place and "\0" not in name else None
-        except (OSError, ValueError):  # a name that no file can have
+        except (OSError, ValueError):  # a name that no file can have, or no folder to write to
             path = None
         if path is not None:
             return Path(path)

@@ -44,6 +44,13 @@ def test_the_node_plans_the_graph_that_it_is_in(runner: WorkflowRunner) -> None:
         assert words in text, words
 
 
+def test_what_does_not_fit_is_shown_and_stops_nothing(runner: WorkflowRunner) -> None:
+    result = runner.run(parse_workflow(graph("gpu:0=1MiB,host=8GiB")), name="small")
+    (text,) = result.outputs["plan"]["text"]
+    assert text.startswith("cannot be planned: ") and "needs at least" in text
+    assert "save" in result.executed
+
+
 def test_a_bad_description_is_refused_at_the_node(runner: WorkflowRunner) -> None:
     with pytest.raises(InvalidWorkflow, match="column 7: size '16' has no unit"):
         runner.run(parse_workflow(graph("gpu:0=16")), name="bad")

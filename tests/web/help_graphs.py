@@ -186,6 +186,14 @@ def memory_report(graph: Graph) -> None:
     graph.add("HighwaterMemoryReport", after=latent)
 
 
+def plan(graph: Graph) -> None:
+    latent = sample(graph, flux(graph, profile="16MiB"), prompt(graph, text_encoder(graph)))
+    image = graph.add("VAEDecode", samples=latent, vae=graph.add("HighwaterLoadVAE", vae_name=VAE, **REQUEST))
+    graph.add("PreviewImage", images=image)
+    planned = graph.add("HighwaterPlan", devices="")
+    graph.add("PreviewImage", images=(planned[0], 1))
+
+
 def verify(graph: Graph) -> None:
     text = prompt(graph, text_encoder(graph))
     latent = graph.add("EmptySD3LatentImage", width=256, height=256, batch_size=1)
@@ -220,6 +228,7 @@ def verify_pipeline(graph: Graph) -> None:
 # By node, in the order of the runs: what a node keeps, sets or counts is no part of an earlier picture.
 BUILD: dict[str, tuple[Callable[[Graph], None], dict[str, Any]]] = {
     "HighwaterMemoryReport": (memory_report, {"text": "Last events", "width": 560, "height": 500}),
+    "HighwaterPlan": (plan, {"text": "component", "width": 620, "height": 420}),
     "HighwaterLoadDiffusionModel": (load_diffusion_model, {"badge": "streams 11/12", "width": 360}),
     "HighwaterLoadTextEncoder": (load_text_encoder, {"badge": "155M gpu:1", "width": 360}),
     "HighwaterLoadVAE": (load_vae, {"badge": "4.7M gpu:0", "width": 360}),
