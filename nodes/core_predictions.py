@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..memory.errors import InvalidInput
-from .host.core_needs import CodingNeeds, SamplingNeeds, coding_needs, sampling_needs
 from .workflow_plans import PlannedCall, Prediction
 from .workflow_reading.description import PIPELINE, Call
 
 if TYPE_CHECKING:
+    from .host.core_needs import CodingNeeds, SamplingNeeds
     from .workflow_reading.description import Size, WorkflowUse
 
 __all__ = ["CorePredictor"]
@@ -35,6 +35,8 @@ class CorePredictor:
         return None
 
     def predict_sampling(self, call: PlannedCall, use: WorkflowUse, size: Size) -> Prediction | None:
+        from .host.core_needs import sampling_needs  # importable in ComfyUI alone
+
         key = call.paths[0], call.model.asked.weight_dtype or "default"
         if key not in self.sampling:
             try:
@@ -50,6 +52,8 @@ class CorePredictor:
         )
 
     def predict_coding(self, path: Path, use: WorkflowUse, size: Size) -> Prediction | None:
+        from .host.core_needs import coding_needs
+
         if path not in self.coding:
             try:
                 self.coding[path] = coding_needs(str(path))

@@ -57,18 +57,24 @@ def plan_graph(
 
     described = read_workflow(graph, source=source, widgets_of=find_widgets(), image_size=image_size)
     machine = machine_for(hardware, marks or {})
-    for setting in described.watermarks:
-        asked = DeviceWatermark.parse(setting.device, setting.low, setting.high)
-        machine = keep_free(machine, {asked.device: asked.marks})
-    predictors: list[Predictor] = [PipelinePredictor(hardware.rates if hardware is not None else {})]
+    try:
+        for setting in described.watermarks:
+            asked = DeviceWatermark.parse(setting.device, setting.low, setting.high)
+            machine = keep_free(machine, {asked.device: asked.marks})
+    except InvalidInput as error:
+        raise InvalidInput(f"{source}: {error}") from None
+    traces = PipelinePredictor(hardware.rates if hardware is not None else {})
+    predictors: list[Predictor] = [traces]
     if is_in_comfyui():
         from .core_predictions import CorePredictor
 
         predictors.append(CorePredictor())
     try:
-        return plan_workflow(described, machine, first_of(predictors), home=home_of(machine))
+        planned = plan_workflow(described, machine, first_of(predictors), home=home_of(machine))
     except InvalidInput as error:
         raise InvalidInput(f"{source}: {error}") from None
+    why = tuple(f"needs of {folder.name}: {reason}" for (folder, _), reason in traces.failed.items())
+    return replace(planned, notes=(*planned.notes, *why))
 
 
 def is_in_comfyui() -> bool:

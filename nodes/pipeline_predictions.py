@@ -32,8 +32,8 @@ class PipelinePredictor:
         self.rates = rates
         self.loaded = loaded
         self.traced: dict[tuple[Path, Sampling], Sequence[CallTrace]] = {}
-        self.failed: dict[Path, str] = {}
-        """Why a pipeline cannot be traced, by its folder."""
+        self.failed: dict[tuple[Path, Sampling], str] = {}
+        """Why a size of a pipeline cannot be traced."""
 
     def __call__(self, call: PlannedCall) -> Prediction | None:
         """Return what a part takes in a call of a pipeline; None for other models, and where it cannot be traced."""
@@ -41,16 +41,16 @@ class PipelinePredictor:
         from ..memory.tracing import Untraceable
 
         use, folder, sampling = call.use, call.paths[0], sampling_of(call.of_node)
-        if call.model.kind != PIPELINE or sampling is None or folder in self.failed:
+        if call.model.kind != PIPELINE or sampling is None or (folder, sampling) in self.failed:
             return None
         if (folder, sampling) not in self.traced:
             try:
                 self.traced[folder, sampling] = self.trace(folder, sampling)
             except (InvalidInput, Untraceable) as error:
-                self.failed[folder] = str(error)
+                self.failed[folder, sampling] = str(error)
                 return None
         component = call.component
-        calls = [traced for traced in self.traced[folder, sampling] if traced.part == component.name]
+        calls = [traced for traced in self.traced[folder, sampling] if traced.part == component.name.partition(" (")[0]]
         if use.call is Call.DECODE:
             calls = [traced for traced in calls if traced.method == "decode"] or calls
         if not calls:
@@ -61,6 +61,7 @@ class PipelinePredictor:
             num_passes=num_passes,
             activation_bytes=largest.peak_bytes,
             held_bytes=largest.held_bytes,
+            carried_bytes=largest.trace.carried_bytes,
             times={device: times_of(largest.trace, component, rates) for device, rates in self.rates.items()},
         )
 

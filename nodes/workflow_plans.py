@@ -6,27 +6,33 @@ components, their loaders' widgets what was asked for, and their calls the uses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import InvalidInput
-from ..memory.options.placement import AUTO, AUTO_PLACEMENT, Placement, parse_placement
+from ..memory.options.placement import (
+    AUTO,
+    AUTO_GROUPS,
+    AUTO_PLACEMENT,
+    Placement,
+    PlacementItem,
+    parse_placement,
+)
 from ..memory.options.precision import BY_PROFILE
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Plan
 from ..memory.planner.request import PlanRequest, plan_together
 from ..memory.planner.run import BlockTimes, Use
 from ..memory.weights.gguf_header import component_from_gguf, is_gguf
-from .device_choices import DEFAULT
+from .device_choices import DEFAULT, missing_devices
 from .plan_table import plan_text
 from .plans import describe_files, describe_part, describe_pipeline, read_precisions
-from .workflow_reading.description import PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
+from .workflow_reading.description import DIFFUSION, PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
 from .workflow_reading.model_paths import find_files
 
 if TYPE_CHECKING:
-    from ..memory.options.precision import PrecisionRequest
     from ..memory.planner.capacity import Machine
     from ..memory.planner.run_plan import RunPlan
     from ..memory.weights.component import Component
@@ -80,7 +86,7 @@ class WorkflowPlan:
     run: RunPlan | None
     machine: Machine
     placements: Mapping[str, str] = field(default_factory=dict)
-    """By loader of ComfyUI's models, the text that its widget takes."""
+    """By loader, the text that its widget takes."""
     notes: tuple[str, ...] = ()
     """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
 
@@ -118,7 +124,7 @@ def plan_workflow(
         InvalidInput, DoesNotFit: as `plan_together`; also if nothing of the workflow can be planned.
     """
     notes = [f"{node.label}: not known" for node in described.unknown]
-    requests: list[PlanRequest] = []
+    asked: list[PlanRequest] = []
     labels: list[str] = []
     loaded: dict[int, tuple[tuple[Component, ...], tuple[Path, ...]]] = {}
     taken: set[str] = set()
@@ -133,16 +139,18 @@ def plan_workflow(
         except InvalidInput as error:
             notes.append(f"{model.node.label}: {error}")
             continue
-        parts = with_own_names(parts, taken, model.node.id)
-        notes += [f"{model.node.label}: {line}" for line in model.unknown]
-        notes += [f"{model.node.label}: {lora.file or 'a LoRA'} is not in the plan" for lora in model.loras]
         try:
-            requests.append(request_of(model, parts, machine, home))
+            request = request_of(model, parts, machine, home, notes)
         except InvalidInput as error:
             raise InvalidInput(f"{model.node.label}: {error}") from None
+        names = own_names(parts, taken, model.node.id)
+        parts = tuple(replace(part, name=names[part.name]) for part in parts)
+        notes += [f"{model.node.label}: {line}" for line in model.unknown]
+        notes += [f"{model.node.label}: {lora.file or 'a LoRA'} is not in the plan" for lora in model.loras]
+        asked.append(replace(request, components=renamed(request.components, names), placement=placed(request, names)))
         labels.append(model.node.label + (f", {model.part}" if model.part else ""))
         loaded[number] = parts, files.paths
-    if not requests:
+    if not asked:
         why = "; ".join(notes) or "it has no loader"
         raise InvalidInput(f"nothing of the workflow can be planned: {why}")
     uses: list[Use] = []
@@ -152,13 +160,12 @@ def plan_workflow(
             if place is not None and place in loaded:
                 calls = calls_in(described, use, described.models[place], *loaded[place])
                 uses += [use_of(call, predict(call)) for call in calls]
-    plans, run = plan_together(requests, uses)
+    plans, run = plan_together(asked, uses)
     by_label = dict(zip(labels, plans, strict=True))
     models = [described.models[number] for number in loaded]
     placements = {
-        label: widget_text(plan)
+        label: plan.placement.replace(f" ({model.node.id})", "") if model.kind == PIPELINE else widget_text(plan)
         for (label, plan), model in zip(by_label.items(), models, strict=True)
-        if model.kind != PIPELINE
     }
     return WorkflowPlan(
         plans=by_label, run=run, machine=machine, placements=placements, notes=tuple(dict.fromkeys(notes))
@@ -188,40 +195,73 @@ def describe_model(model: LoadedModel, paths: Sequence[Path]) -> tuple[Component
     return (replace(describe_files(paths), kind=model.kind),)
 
 
-def with_own_names(parts: Sequence[Component], taken: set[str], node_id: str) -> tuple[Component, ...]:
-    """Return components under names that no other one of the workflow has; adds them to those that are taken."""
-    found = []
-    for part in parts:
-        name = part.name if part.name not in taken else f"{part.name} ({node_id})"
-        taken.add(name)
-        found.append(replace(part, name=name))
-    return tuple(found)
+def own_names(parts: Sequence[Component], taken: set[str], node_id: str) -> dict[str, str]:
+    """Return for each component a name that no other one of the workflow has; adds them to those that are taken."""
+    names = {part.name: part.name if part.name not in taken else f"{part.name} ({node_id})" for part in parts}
+    taken.update(names.values())
+    return names
 
 
-def request_of(model: LoadedModel, parts: tuple[Component, ...], machine: Machine, home: str | None) -> PlanRequest:
-    """Return what a loader asks for. Raises `InvalidInput` for a text that this machine cannot follow."""
+def renamed(parts: Sequence[Component], names: Mapping[str, str]) -> tuple[Component, ...]:
+    return tuple(replace(part, name=names[part.name]) for part in parts)
+
+
+def placed(request: PlanRequest, names: Mapping[str, str]) -> Placement:
+    """Return the placement of a request for its components under other names."""
+    items = (replace(item, component=names.get(item.component, item.component)) for item in request.placement.items)
+    return Placement(items=tuple(items))
+
+
+def request_of(
+    model: LoadedModel, parts: tuple[Component, ...], machine: Machine, home: str | None, notes: list[str]
+) -> PlanRequest:
+    """Return what a loader asks for; what names a device that the machine lacks is left out, and noted.
+
+    Raises:
+        InvalidInput: a text that no machine can follow.
+    """
     names, asked = [part.name for part in parts], model.asked
-    devices = [device.name for device in machine.devices]
-    precision: PrecisionRequest = None
-    if asked.precision is not None:
-        precision = read_precisions(asked.precision, names)
-    elif not model.is_ours:
-        precision = read_precisions(BY_PROFILE, names)
+    here = [device.name for device in machine.devices]
+    text = asked.profile or AUTO
+    missing = missing_devices(text, here)
+    profile = parse_profile(text, devices=[*here, *missing], components=names)
+    if missing:
+        notes.append(f"{model.node.label}: profile {text}: there is no {' or '.join(missing)}, so that is left out")
+        profile = profile.without(lambda item: item.target in missing)
+    precision = read_precisions(BY_PROFILE if asked.precision is None else asked.precision, names)
     return PlanRequest(
         components=tuple(replace(part, stays_as_stored=not model.is_ours) for part in parts),
         machine=machine,
-        profile=parse_profile(asked.profile or AUTO, devices=devices, components=names),
-        placement=placement_of(model, devices, names, home),
+        profile=profile,
+        placement=placement_of(model, here, names, home, notes),
         precision=precision,
     )
 
 
-def placement_of(model: LoadedModel, devices: Collection[str], names: Sequence[str], home: str | None) -> Placement:
+def placement_of(
+    model: LoadedModel, here: Sequence[str], names: Sequence[str], home: str | None, notes: list[str]
+) -> Placement:
+    """Return where a loader's components are to be, as its node would read it on a machine with these devices."""
     text = model.asked.placement or model.asked.device or DEFAULT
+    chosen = home if model.kind != PIPELINE and home in here else None
+    default = AUTO_PLACEMENT if chosen is None else parse_placement(chosen, devices=here, components=names)
     if text in (DEFAULT, AUTO):
-        chosen = home if model.kind != PIPELINE and home in devices else None
-        return AUTO_PLACEMENT if chosen is None else parse_placement(chosen, devices=devices, components=names)
-    return parse_placement(text, devices=devices, components=names)
+        return default
+    missing = missing_devices(text, here)
+    placement = parse_placement(text, devices=[*here, *missing], components=names)
+    if missing:
+        notes.append(f"{model.node.label}: placement {text}: there is no {' or '.join(missing)}, so that is left out")
+        placement = placement.without(missing)
+        placement = default if placement == AUTO_PLACEMENT else placement
+    if model.is_ours and model.kind == DIFFUSION:
+        # As they are loaded: both halves of a step compute at once.
+        placement = Placement(items=tuple(map(in_turn, placement.items)))
+    return placement
+
+
+def in_turn(item: PlacementItem) -> PlacementItem:
+    """Return the placement of a hosted model: a split in groups in turn, as many as gain most."""
+    return replace(item, groups=AUTO_GROUPS) if len(item.devices) > 1 and item.groups is None else item
 
 
 def calls_of(

@@ -151,7 +151,8 @@ class Registry:
         self.capacity.outdate_plans()
         joined = {**found, **members}
         plans = [found[c].managed.plan if c in found else plan[c] for c in modules]
-        return [joined[component] for component in modules], Plan(components=tuple(plans), profile=profile)
+        run = plan.run if not found else None
+        return [joined[component] for component in modules], Plan(components=tuple(plans), profile=profile, run=run)
 
     def join(
         self,

@@ -114,7 +114,9 @@ def choose_devices(
         else:
             others = [device for device in accelerators if device.name != part.item.tier] or accelerators
             found = find_choices(part.sizes, others, machine, part.profile)
-            if part.item.tier is None:
+            if part.item.tier == "device":
+                found = [choice for choice in found if not choice.streams] or found
+            elif part.item.tier is None:
                 found += [stored for choice in found for stored in stored_elsewhere(choice, part.sizes, machine)]
         if found:
             options[name] = found
@@ -342,4 +344,4 @@ def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Seque
     ]
     if others:
         return f"auto: on {device} it stays loaded beside {', '.join(others)} on {largest.name}"
-    return f"auto: {device} is the fastest for it"
+    return f"auto: {device}, with which a run takes least time"

@@ -201,8 +201,7 @@ class Plan:
                 "reasons": list(self.reasons),
             },
             "components": [plan.to_json() for plan in self.components],
-            "run": self.run.to_json() if self.run is not None else None,
-        }
+        } | ({"run": self.run.to_json()} if self.run is not None else {})
 
     def text(self) -> str:
         """Return the plan as lines for people: a component each with its reasons, then profile and placement."""

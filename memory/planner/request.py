@@ -12,11 +12,12 @@ from ..weights.component import Component
 from .capacity import KeptFree, Machine
 from .device_choice import Part, choose_devices
 from .device_plan import DevicePlan
+from .device_store import beside_stored
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
 from .run import BlockTimes, Use, largest_activations, usual_uses, with_slack
-from .run_plan import RunPlan, copy_rate, first_and_further, num_hops, run_seconds
+from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
 
@@ -76,7 +77,7 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
     for request, placement in zip(requests, placements, strict=True):
         plan = plan_components(
             request.components,
-            machine_beside_plans(machine, plans),
+            beside_stored(machine_beside_plans(machine, plans), [part for done in plans for part in done.components]),
             placement=placement,
             profile=request.profile,
             precision=request.precision,
@@ -163,7 +164,6 @@ def run_of(
     passes: dict[int, float | None] = {}
     for number, use in enumerate(uses):
         of = settled[use.component]
-        rates = [copy_rate(machine.device(share.device)) for share in of if share.device != "cpu"]
-        hop_s = num_hops(of) * use.carried_bytes / min(rates) if len(of) > 1 and rates else 0.0
-        passes[number] = run_seconds(of, use.times, hop_s)
+        hop_s = hop_seconds(of, use.carried_bytes, machine)
+        passes[number] = None if hop_s is None else run_seconds(of, use.times, hop_s)
     return first_and_further(shares, uses, machine, pass_s=passes)

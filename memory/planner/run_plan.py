@@ -19,7 +19,7 @@ from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
 from .run import KINDS_OF_STEPS, BlockTimes, Use
 
-__all__ = ["RunPlan", "UsePlan", "copy_rate", "first_and_further", "run_seconds"]
+__all__ = ["RunPlan", "UsePlan", "copy_rate", "first_and_further", "hop_seconds", "num_hops", "run_seconds"]
 
 # What a link is assumed to move where it was not measured: only to compare choices, no seconds are shown for it.
 ASSUMED_BYTES_PER_S = 25e9
@@ -53,8 +53,7 @@ class UsePlan:
 
     def activation_bytes(self, device: str) -> int:
         """Return what its forwards take of a device beside weights, as far as that is known."""
-        home = next(iter(self.held), "")
-        return (self.use.activation_bytes or 0) if device == home else 0
+        return (self.use.activation_bytes or 0) if device in self.held else 0
 
     def text(self) -> str:
         """Return the use in one line for people."""
@@ -207,7 +206,9 @@ class Holdings:
                 missing -= taken
         working_bytes = share.staging_bytes + share.scratch_bytes
         self.held[component, share.device] = share.device_bytes
-        self.pieces[component, share.device] = max(1, share.resident_bytes // max(1, len(share.resident)))
+        # Of an estimate is not known which blocks stay, but how large they are at most.
+        piece = share.resident_bytes // len(share.resident) if share.resident else share.streamed_block_bytes
+        self.pieces[component, share.device] = max(1, piece)
         return max(0, share.device_bytes - working_bytes - max(0, own - working_bytes)), evicted
 
 
@@ -246,10 +247,11 @@ def play(
         loaded: dict[str, int] = {}
         evicted: list[tuple[str, str, int]] = []
         load_s: float | None = 0.0
-        for index, share in enumerate(shares[use.component]):
+        for share in shares[use.component]:
             if share.device == "cpu":
                 continue
-            beside_bytes = (use.activation_bytes or 0) if index == 0 else 0
+            # Of a split each device is taken to need all of it: which part, no trace tells.
+            beside_bytes = use.activation_bytes or 0
             loaded[share.device], left = holdings.enter(share, use.component, beside_bytes, by_next_use)
             evicted += left
             if loaded[share.device]:
@@ -293,6 +295,16 @@ def run_seconds(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes], h
             waiting_s = max(0.0, share.pass_s - everywhere_s)
         seconds += computing_s + waiting_s
     return seconds
+
+
+def hop_seconds(shares: Sequence[DevicePlan], carried_bytes: int, machine: Machine) -> float | None:
+    """Return what the hops of a forward take over the slowest of the links; None where one is not known."""
+    hops = num_hops(shares) if len(shares) > 1 else 0
+    if not hops or not carried_bytes:
+        return 0.0
+    rates = [machine.device(share.device).link_bytes_per_s for share in shares]
+    known = [rate for rate in rates if rate is not None]
+    return hops * carried_bytes / min(known) if len(known) == len(rates) else None
 
 
 def num_hops(shares: Sequence[DevicePlan]) -> int:

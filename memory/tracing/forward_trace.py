@@ -97,8 +97,8 @@ def entered(recorder: Recorder, name: str, *_: Any) -> None:
     recorder.enter(name)
 
 
-def left(recorder: Recorder, *_: Any) -> None:
-    recorder.leave()
+def left(recorder: Recorder, _module: nn.Module, _args: Any, output: Any) -> None:
+    recorder.leave(tensors_of(output))
 
 
 class Activations:

@@ -40,6 +40,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.segments: list[Segment] = []
         self.stack: list[str] = []
+        self.carried: list[tuple[int, int]] = []
+        """What each block returned, in bytes, behind so many segments."""
         self.kernels: list[Kernel] = []
         self.entry_bytes = self.segment_peak = 0
         self.interned: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
@@ -52,11 +54,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.end_segment("")
         self.stack.append(block)
 
-    def leave(self) -> None:
-        """End the block that was entered last."""
+    def leave(self, outputs: Iterable[Tensor]) -> None:
+        """End the block that was entered last, which returns these."""
         block = self.stack.pop()
         if not self.stack:
             self.end_segment(block)
+            self.carried.append((len(self.segments), sum(map(bytes_of, outputs))))
 
     def end_segment(self, block: str) -> None:
         if block or self.kernels or self.segment_peak > self.entry_bytes:
@@ -83,7 +86,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for segment in self.segments[num_before:]
         )
         peak_bytes = max((segment.peak_bytes for segment in segments), default=0)
-        return Trace(segments=segments, peak_bytes=peak_bytes, output_bytes=self.held_of(outputs))
+        outputs = list(outputs)
+        return Trace(
+            segments=segments,
+            peak_bytes=peak_bytes,
+            output_bytes=self.held_of(outputs),
+            output_shapes=tuple(tuple(tensor.shape) for tensor in outputs),
+            carried_bytes=max((num_bytes for number, num_bytes in self.carried if number > num_before), default=0),
+        )
 
     # -- memory
 

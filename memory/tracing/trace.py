@@ -66,6 +66,10 @@ class Trace:
     peak_bytes: int
     output_bytes: int
     """What of the output the forward allocated."""
+    output_shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the tensors that it returns, in order."""
+    carried_bytes: int = 0
+    """The most that a block returns: what the blocks hand on to each other."""
 
     @property
     def flops(self) -> int:

@@ -254,7 +254,7 @@ def build_without_weights(place: Path, model_class: Any, dtype: str) -> Any:
         if weight.is_floating_point():
             is_wide = not wide.isdisjoint(name.split("."))
             weight.data = weight.data.to(torch.float32 if is_wide else getattr(torch, dtype))
-    return model.eval()
+    return model.train(False)
 
 
 def load_quantized(place: Path, paths: Sequence[Path], model_class: Any) -> Any:

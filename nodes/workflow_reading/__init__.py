@@ -10,6 +10,7 @@ __all__, __getattr__ = lazy_names(
             "Asked",
             "Call",
             "LoadedModel",
+            "DIFFUSION",
             "NodeName",
             "PIPELINE",
             "Size",

@@ -136,6 +136,7 @@ CLASSES_AND_WIDGETS = """
     GLIGENTextBoxApply: text width height x y
     HighwaterKeep: keep at_most
     HighwaterLimits: max_loaded idle_minutes
+    HighwaterPlan: devices
     HighwaterLoadCheckpoint: ckpt_name profile precision placement engine
     HighwaterLoadCLIPVision: clip_name profile precision placement engine
     HighwaterLoadControlNet: control_net_name profile precision placement engine

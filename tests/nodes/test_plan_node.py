@@ -79,6 +79,26 @@ def test_what_cannot_be_planned_is_named(models: None) -> None:
     assert planned.plans  # the rest is planned
 
 
+def test_a_device_that_the_planned_machine_lacks_is_left_out(models: None) -> None:
+    """As the loader leaves it out, which says so, too."""
+    asked = graph(placement="diffusion=gpu:1,text=gpu:0", profile="auto,gpu:1=10MiB")
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=64MiB,host=8GiB"))
+    assert sum("there is no gpu:1" in note for note in planned.notes) == 2
+    assert all(share.device == "gpu:0" for share in next(iter(planned.plans.values()))["transformer"].shares)
+
+
+def test_two_loaders_of_one_pipeline_are_told_apart(models: None) -> None:
+    asked = graph(placement="transformer=gpu:1")
+    asked |= {f"{name} 2": {**node, "inputs": {**node["inputs"]}} for name, node in graph().items() if name != "plan"}
+    asked["sample 2"]["inputs"]["pipeline"] = ["load 2", 0]
+    asked["save 2"]["inputs"]["images"] = ["sample 2", 0]
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=64MiB,gpu:1=64MiB,host=8GiB"))
+    assert len(planned.plans) == 2 and planned.run is not None
+    assert len({use.use.component for use in planned.run.uses}) == len(planned.run.uses)
+    assert all(use.use.activation_bytes for use in planned.run.uses)
+    assert "(" not in "".join(planned.placements.values())  # they can be pasted
+
+
 def test_the_picture_has_a_bar_for_each_use_of_each_device(models: None) -> None:
     planned = plan_graph(graph(), source="test", hardware=parse_hardware(HARDWARE))
     picture = draw_plan(planned.plans, planned.run, planned.machine)

@@ -12,7 +12,7 @@ from highwater import comfy_entrypoint
 from highwater.headless.comfy_stub import comfy_api
 
 PIPELINES = {"LoadPipeline", "SamplePipeline", "VerifyPipeline", "SaveImage"}
-NAMES = {*PIPELINES, "Watermark", "Precision", "Keep", "Release", "Limits", "MemoryReport"}
+NAMES = {*PIPELINES, "Watermark", "Precision", "Keep", "Release", "Limits", "Plan", "MemoryReport"}
 
 comfy_api.install()
 

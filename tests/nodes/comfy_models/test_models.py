@@ -485,7 +485,7 @@ def test_the_parts_of_a_checkpoint_have_placements_of_their_own(
     ("placement", "words"),
     [
         ("text=gpu:1@", "column"),
-        ("text=gpu:1:disk", "is not one device or two joined by &; allowed: default, cpu, gpu:0"),
+        ("text=gpu:1:disk", "is not one device or two joined by & or :; allowed: default, cpu, gpu:0"),
         ("vae=cpu,text=gpu:0&gpu:1@30%", "is not one device or two"),
         ("control=gpu:1", "a checkpoint has no part 'control'; allowed: diffusion, text, vae"),
         ("text=gpu:1,te=gpu:0", "'text' is placed twice"),
