@@ -64,6 +64,8 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
         parts = [
             Part(sizes=drafted.sizes, item=drafted.item, profile=request.profile)
             for request in requests
+            # What shares weights has to be together: all of it is where one component alone would be.
+            if not any(component.shares for component in request.components)
             for component in request.components
             for drafted, _, _ in [draft(component, machine, request.placement, request.profile, request.precision)]
         ]

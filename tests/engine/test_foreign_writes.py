@@ -28,6 +28,7 @@ DYNAMO = "torch._dynamo's marks of functions that are not traced"
 ERROR = "an exception's text, to which the place is added as it passes"
 MODULE = "a module of the user, which has no method for it; undone at release, or after the forward"
 CALLERS = "repeats on a caller's container what was done to the copy of it"
+TWIN = "a twin on the meta device, which is made for one trace"
 OWN_TENSOR = "completes a tensor of our class; tensors are not made by `__init__`"
 ALLOWED = {
     "headless/arguments.py": {"setattr(namespace)": "argparse has actions fill its namespace"},
@@ -73,6 +74,26 @@ ALLOWED = {
         "vars(copied).update": "completes a deep copy, which gets the attributes that others gave the tensor",
         "vars(tensor).pop": "the tensor is given back: it has torch's own class and no attributes of ours any more",
         "weight.shown": OWN_TENSOR,
+    },
+    "memory/tracing/call_traces.py": {
+        "vars(part).clear": TWIN,
+        "vars(twin)[method]": TWIN,
+    },
+    "memory/tracing/forward_trace.py": {"vars(part).clear": TWIN},
+    "memory/tracing/known_values.py": {
+        "setattr(meta)": "what is known of a tensor without memory, which is made for a trace",
+        "setattr(tensor)": "what is known of a tensor without memory, which is made in a trace",
+    },
+    "nodes/host/tiled_vae.py": {
+        "copied.first_stage_model": "completes a copy of a VAE; `copy.copy` made it",
+        "copied.memory_used_decode": "completes a copy of a VAE; `copy.copy` made it",
+        "copied.memory_used_encode": "completes a copy of a VAE; `copy.copy` made it",
+    },
+    "nodes/pipelines/tile_settings.py": {
+        "setattr(vae)": "diffusers' settings of tiles are attributes; put back after the decode"
+    },
+    "nodes/pipelines/tiled_decode.py": {
+        "vae.decode": "the VAE that our node has loaded decodes by another function while our node runs its pipeline"
     },
     "nodes/host/core_fields.py": {"*": CORE},
 }
