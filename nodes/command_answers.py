@@ -28,7 +28,6 @@ __all__ = [
     "host_root",
     "make_tiny_pipelines",
     "plan_models",
-    "plans_text",
     "sight_of_host",
     "start_environment",
 ]
@@ -79,6 +78,7 @@ def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dic
     """
     from ..memory.errors import InvalidInput, allowed_values
     from .pipelines.pipeline_folders import find_pipeline
+    from .plan_table import plan_text
     from .plans import plan_files, plan_pipeline
 
     words, files, pipelines = dict(PLAN_WORDS), [], []
@@ -96,12 +96,9 @@ def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dic
     machine = manager.machine()
     plans = {"files": plan_files(files, machine, is_hosted=True, **words)} if files else {}
     plans |= {name: plan_pipeline(find_pipeline(name), machine, **words) for name in pipelines}
-    return {"plans": {name: plan.to_json() for name, plan in plans.items()}, "text": plans_text(plans)}
-
-
-def plans_text(plans: Mapping[str, Any]) -> str:
-    """Return plans as text; what they are for stands above those of workflows and pipelines."""
-    return "\n".join(plan.text() if name == "files" else f"{name}\n{plan.text()}" for name, plan in plans.items())
+    texts = {name: plan_text({name: plan}, None, machine) for name, plan in plans.items()}
+    text = "\n\n".join(text if len(texts) == 1 else f"{name}\n\n{text}" for name, text in texts.items())
+    return {"plans": {name: plan.to_json() for name, plan in plans.items()}, "text": text}
 
 
 def find_model(named: str) -> Path:

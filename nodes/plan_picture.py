@@ -45,7 +45,8 @@ def draw_plan(plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine) 
     }
     bars = {name: rows for name, rows in bars.items() if rows}
     font = ImageFont.load_default(FONT_SIZE)
-    num_lines = sum(len(rows) + 2 for rows in bars.values()) + 1 + len(colors) // 4
+    # The legend has a line for each name at most; what is not needed is cut off.
+    num_lines = sum(len(rows) + 2 for rows in bars.values()) + 1 + len(colors)
     image = Image.new("RGB", (WIDTH, 2 * MARGIN + num_lines * (BAR_HEIGHT + GAP)), PAPER)
     draw = ImageDraw.Draw(image)
     y = MARGIN

@@ -44,10 +44,6 @@ def is_table(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.nbytes <= LARGEST_TABLE_BYTES
 
 
-def replaces_method(module: nn.Module, name: str, value: Any) -> bool:
-    return isinstance(value, WRAPPERS) and callable(getattr(type(module), name, None))
-
-
 def with_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return `meta_like` of a tensor, with its values where these are a few integers or truth values in RAM."""
     meta = meta_like(tensor)

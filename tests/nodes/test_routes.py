@@ -189,7 +189,7 @@ def test_a_plan_of_the_hosts_files_moves_nothing(ask: Callable[..., Any], models
     status, answer = ask("GET", f"/highwater/plan?{files}&profile=4")
     assert status == 200, answer
     assert [part["component"] for part in answer["plans"]["files"]["components"]] == ["net", "ae"]
-    assert answer["text"].startswith("net: ")
+    assert answer["text"].startswith("component ")
     assert not default_manager().members
 
 
