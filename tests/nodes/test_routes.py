@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import save_file
 
 from highwater.headless.cli import main
-from highwater.headless.comfy_stub import folder_paths
+from highwater.headless.comfy_stub import comfy_api, folder_paths
 from highwater.memory import default_manager, existing_manager, manage
 from highwater.memory.manager import default
 from highwater.memory.manager.needs import Need
@@ -29,6 +29,8 @@ from highwater.nodes.json_schema import find_fault
 from highwater.nodes.pipelines.pipeline_folders import list_pipelines
 from highwater.nodes.route_schemas import answer_schemas
 from highwater.nodes.routes import add_routes
+
+comfy_api.install()  # a host's process has these modules
 
 
 @pytest.fixture
