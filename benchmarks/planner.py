@@ -39,7 +39,7 @@ from highwater.memory.weights.module_component import component_from_module
 
 from .case import Result
 
-NUM_INSTANCES = 1000
+NUM_INSTANCES = 200
 SEED = 5
 NUM_MEASURED = 3
 STEPS = 8
@@ -186,7 +186,7 @@ def fastest_placements(instance: Instance, modules: dict[str, nn.Module]) -> lis
 
 
 def run_seconds(instance: Instance, modules: dict[str, nn.Module], placement: str) -> float:
-    """Return the virtual seconds of the second run with a placement."""
+    """Return the virtual seconds of the third run with a placement."""
     specs = [
         simdevice.SimDeviceSpec(
             total_bytes=size, h2d_bytes_per_s=link, d2h_bytes_per_s=link, peer_bytes_per_s=link, launch_s=0,

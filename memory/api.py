@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -234,16 +234,21 @@ class Managed:
 
         Each result has the same bits as if the calls were made one after the other. They are where nothing can overlap:
         on one device, or where blocks stream; see `ManagedComponent.run_micro_batches`. A placement such as
-        ``gpu:0&gpu:1/6`` cuts the blocks so that they overlap most. No call may take what another one returns.
+        ``gpu:0&gpu:1/6`` cuts the blocks so that they overlap most. No call may take what another one returns, nor
+        write to what another one reads, but for what the module itself writes to its arguments. Calls in which other
+        managed components compute, too, are waited for.
 
         Args:
             calls: such as ``[lambda: model(first), lambda: model(second)]``.
             component: which component they call; None: the split one.
 
         Raises:
-            InvalidInput: no such component.
+            InvalidInput: no such component, or what is to be called is no function.
             Exception: what a call raises; the later ones are not made then.
         """
+        calls = list(calls) if isinstance(calls, Iterable) else [calls]
+        if not all(map(callable, calls)):
+            raise InvalidInput("run_micro_batches takes functions without arguments, such as lambda: model(first)")
         by_name = {member.name: member for member in self.members}
         if component is not None and component not in by_name:
             raise InvalidInput(

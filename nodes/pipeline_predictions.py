@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from .described_hardware import DeviceRates
     from .pipelines.sampling import Sampling
 
-__all__ = ["PipelinePredictor"]
+__all__ = ["PipelinePredictor", "know_rates"]
+
+
+described_rates: dict[str, DeviceRates] = {}
+"""By device, how fast those compute that this process simulates."""
+
+
+def know_rates(rates: Mapping[str, DeviceRates]) -> None:
+    """Note how fast the devices of this process compute, as far as that was said."""
+    described_rates.clear()
+    described_rates.update(rates)
 
 
 class PipelinePredictor:
@@ -95,7 +105,7 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
         for name, module in pipe.components.items()
         if isinstance(module, nn.Module)
     ]
-    predict = PipelinePredictor({}, pipe)
+    predict = PipelinePredictor(described_rates, pipe)
     found = []
     for model in described.models:
         if model.node.id == node_id:

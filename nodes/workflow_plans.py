@@ -151,7 +151,7 @@ def plan_workflow(
         labels.append(model.node.label + (f", {model.part}" if model.part else ""))
         loaded[number] = parts, files.paths
     if not asked:
-        why = "; ".join(notes) or "it has no loader"
+        why = "; ".join(notes) or "no loader gives an output anything"
         raise InvalidInput(f"nothing of the workflow can be planned: {why}")
     uses: list[Use] = []
     for use in described.uses:

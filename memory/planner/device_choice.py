@@ -37,6 +37,8 @@ MOST_PERMUTED = 3
 # So many combinations of choices are tried one by one; beyond that, changes of one or two components at a time.
 MOST_COMBINATIONS = 512
 MOST_ROUNDS = 4
+# What a byte costs that a device does not have: more than any time that is saved.
+OVERFULL_S = 1e-3
 # A copy is queued in pieces, so of a link's time hardly any hides behind nothing.
 BLOCKS_AHEAD = 2
 
@@ -48,6 +50,8 @@ class Part:
     sizes: Sizes
     item: PlacementItem
     profile: OffloadProfile
+    may_split: bool = True
+    """Whether its run is known: of a module of which nothing is, none knows that its code bears a split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +117,8 @@ def choose_devices(
             found = [] if choice is None else [choice]
         else:
             others = [device for device in accelerators if device.name != part.item.tier] or accelerators
-            found = find_choices(part.sizes, others, machine, part.profile)
+            may_split = part.may_split and can_split(part.sizes.component)
+            found = find_choices(part.sizes, others, machine, part.profile, may_split=may_split)
             if part.item.tier == "device":
                 found = [choice for choice in found if not choice.streams] or found
             elif part.item.tier is None:
@@ -151,6 +156,20 @@ def stored_elsewhere(choice: Choice, part: Sizes, machine: Machine) -> list[Choi
     return found
 
 
+def can_split(component: Component) -> bool:
+    """Whether blocks of a component may be on several devices: no two of them share a weight."""
+    paths = [f"{block.name}." for block in component.blocks]
+    if len(paths) < 2:
+        return False
+    for block in (*component.blocks, component.non_block):
+        for tensor in block.tensors:
+            if tensor.other_names:
+                names = (tensor.name, *tensor.other_names)
+                if len({path for path in paths for name in names if name.startswith(path)}) > 1:
+                    return False
+    return True
+
+
 def by_room(machine: Machine) -> list[DeviceCapacity]:
     """Return the accelerators for ``auto``: most available memory first, of equals the fastest link."""
     return sorted(
@@ -169,13 +188,18 @@ def order_of(uses: Sequence[Use]) -> list[str]:
 
 
 def find_choices(
-    part: Sizes, accelerators: Sequence[DeviceCapacity], machine: Machine, profile: OffloadProfile
+    part: Sizes,
+    accelerators: Sequence[DeviceCapacity],
+    machine: Machine,
+    profile: OffloadProfile,
+    *,
+    may_split: bool,
 ) -> list[Choice]:
     """Return the ways to compute a component: on each accelerator alone, and split if none holds all of it."""
     names = [device.name for device in accelerators]
     alone = [choose_for(part, (SplitRatio(device=name),), machine, profile) for name in names]
     found = [choice for choice in alone if choice is not None]
-    if any(not choice.streams for choice in found) or len(part.component.blocks) < 2:
+    if any(not choice.streams for choice in found) or not may_split:
         return found
     orders = [order for count in range(2, MOST_PERMUTED + 1) for order in permutations(names[:MOST_PERMUTED], count)]
     orders += [tuple(names[:count]) for count in range(MOST_PERMUTED + 1, len(names) + 1)]
@@ -314,6 +338,8 @@ def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine)
     passes = [chosen[use.component].pass_s(use, machine) for use in uses]
     run = first_and_further(shares, uses, machine, pass_s=dict(enumerate(passes)))
     seconds = 0.0
+    for device in run.devices:
+        seconds += max(0, -run.remaining_bytes(device)) * OVERFULL_S
     for use, pass_s in zip(run.uses, passes, strict=True):
         seconds += use.use.num_passes * pass_s
         seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())

@@ -62,7 +62,7 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
     reasons: dict[str, str] = {}
     if len(machine.accelerators) > 1:
         parts = [
-            Part(sizes=drafted.sizes, item=drafted.item, profile=request.profile)
+            Part(sizes=drafted.sizes, item=drafted.item, profile=request.profile, may_split=bool(uses))
             for request in requests
             # What shares weights has to be together: all of it is where one component alone would be.
             if not any(component.shares for component in request.components)

@@ -70,12 +70,13 @@ class MicroStreams:
         """Launch what follows on the streams of the next micro-batch.
 
         Args:
-            follows: in lock-step with the one before; False: behind its end.
+            follows: in lock-step with the one before; False, and where that one ran no block: behind the end of all
+                before.
         """
         streams = [stream_for(device, len(self.used)) for device in self.devices]
         for caller, stream in zip(self.callers, streams, strict=True):
             stream.wait_stream(caller)
-        before = self.used[-1] if self.used else []
+        before = [stream for streams in self.used for stream in streams]
         for stream in streams:
             if self.now_begun is not None and follows:
                 stream.wait_event(self.now_begun)

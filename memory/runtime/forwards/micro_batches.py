@@ -19,7 +19,21 @@ from ..devices.device_share import DeviceShare
 from ..tensors.nested_tensors import find_tensors
 from .device_hops import DeviceHops, version_of
 
-__all__ = ["MicroBatches", "why_one_by_one"]
+__all__ = ["MicroBatches", "note_pass_beside", "why_one_by_one"]
+
+
+open_steps: dict[int, MicroBatches] = {}
+"""The step that each thread makes now, by the thread's id."""
+
+
+def note_pass_beside(hops: DeviceHops) -> None:
+    """Note that a component begins a pass: if another one makes micro-batches in this thread, its next call waits.
+
+    Only the calls of the component that was split are ordered on the streams of each call.
+    """
+    step = open_steps.get(get_ident())
+    if step is not None and step.hops is not hops:
+        step.note_other()
 
 
 class MicroBatches:
@@ -40,12 +54,16 @@ class MicroBatches:
         """The tensors that the calls so far took, with their versions when they took them."""
         self.is_beside = True
         """Whether the last call can compute beside the next one."""
+        self.calls_others = False
+        """Whether the last call makes other components compute, too."""
+        open_steps[self.thread_id] = self
 
     def begin_call(self) -> None:
         """Launch what follows on the streams of the next call."""
         has_written = any(version_of(tensor) != version for tensor, version in self.given)
         self.given.clear()
-        self.streams.next(follows=self.is_beside and not has_written)
+        self.streams.next(follows=self.is_beside and not has_written and not self.calls_others)
+        self.calls_others = False
         self.hops.begin_call(self.streams.number, self.streams.note_use)
 
     def take(self, inputs: Any) -> None:
@@ -58,8 +76,13 @@ class MicroBatches:
         self.is_beside = can_be_beside
         return is_beside
 
+    def note_other(self) -> None:
+        """Let the next call wait for the one that runs: another component computes in it."""
+        self.calls_others = True
+
     def end(self, results: Any) -> None:
         """Go on with the caller's streams; ``results`` are what the calls returned so far."""
+        open_steps.pop(self.thread_id, None)
         self.hops.begin_call(0, None)
         self.streams.end(find_tensors(results))
 

@@ -72,10 +72,34 @@ def test_what_does_not_fit_beside_the_model_stays_loaded_on_the_other_device():
 
 
 def test_a_model_that_no_device_holds_is_split_over_both():
-    plan = ask(MODEL, on=machine(int(1.5 * GIB), int(1.2 * GIB)))
+    run = [Use(component="transformer", num_passes=20)]
+    plan = ask(MODEL, on=machine(int(1.5 * GIB), int(1.2 * GIB)), uses=run)
     assert sorted(devices_of(plan, "transformer")) == ["gpu:0", "gpu:1"]
     assert not plan["transformer"].streams
     assert any("would stream" in line for line in plan["transformer"].reasons)
+
+
+def test_a_model_of_which_nothing_is_known_stays_on_one_device():
+    """Its own code may not bear a split."""
+    plan = ask(MODEL, on=machine(int(1.5 * GIB), int(1.2 * GIB)))
+    assert devices_of(plan, "transformer") == ["gpu:0"] and plan["transformer"].streams
+
+
+def test_blocks_that_share_a_weight_are_not_split():
+    first, *others = MODEL.blocks
+    (weight,) = first.tensors
+    tied = replace(first, tensors=(replace(weight, other_names=("layers.5.weight",)),))
+    run = [Use(component="transformer", num_passes=20)]
+    plan = ask(replace(MODEL, blocks=(tied, *others)), on=machine(int(1.5 * GIB), int(1.2 * GIB)), uses=run)
+    assert devices_of(plan, "transformer") == ["gpu:0"]
+
+
+def test_nothing_is_placed_where_its_activations_do_not_fit_if_there_is_room_elsewhere():
+    slow, fast = times(20, 0.002), times(20, 0.001)
+    at = {"gpu:0": fast, "gpu:1": slow}
+    used = Use(component="transformer", num_passes=20, activation_bytes=2 * GIB, times=at)
+    plan = ask(MODEL, on=machine(int(1.9 * GIB), 8 * GIB), uses=[used])
+    assert devices_of(plan, "transformer") == ["gpu:1"]
 
 
 def test_what_the_user_placed_stays_there():

@@ -36,7 +36,7 @@ def used_streams(managed: Managed) -> int:
     """Return on how many streams its passes were since they were ordered last."""
     copies = managed.members[0].managed.shares[0].copies
     assert copies is not None
-    return 1 + len(copies.beside)
+    return 1 + len(copies.other_computes)
 
 
 def is_closed(managed: Managed) -> bool:
@@ -310,3 +310,28 @@ def test_any_calls_of_any_blocks_are_ordered(
             net.skip = net.repeat = frozenset()
             manager.release_all()
         clear(x, want, got)
+
+
+def test_a_call_in_which_another_component_computes_is_waited_for(machine, toys) -> None:
+    """Its copies are not those of the split component: without waiting the third call read them too early."""
+    net, other = toys.build_net(dim=DIM), toys.build_net(dim=DIM)
+    with machine(8, 8) as manager, torch.no_grad():
+        x = inputs(1)
+        with (
+            manage(net, placement=SPLIT, manager=manager) as managed,
+            manage(other, placement="gpu:1", manager=manager),
+        ):
+            want = [net(x[0]), other(x[0]), other(net(x[0]))]
+            for _ in range(2):
+                got = managed.run_micro_batches([lambda: net(x[0]), lambda: other(x[0]), lambda: other(net(x[0]))])
+                assert all(map(torch.equal, got, want))
+                got.clear()
+        clear(x, want)
+
+
+def test_what_is_no_function_is_refused(machine, toys) -> None:
+    net = toys.build_net(dim=DIM)
+    with machine(8, 8) as manager, manage(net, placement=SPLIT, manager=manager) as managed:
+        for wrong in (None, 3, [1]):
+            with pytest.raises(InvalidInput, match="takes functions without arguments"):
+                managed.run_micro_batches(wrong)
