@@ -92,8 +92,16 @@ def use_row(use: UsePlan) -> tuple[str, ...]:
         format_bytes(loaded) if loaded else "-",
         seconds_text(use.load_s) if loaded else "-",
         ", ".join(evicted) or "-",
-        UNKNOWN if use.use.activation_bytes is None else format_bytes(use.use.activation_bytes),
+        activations_text(use),
     )
+
+
+def activations_text(use: UsePlan) -> str:
+    """Return what a use takes beside weights, and in how much it is computed in tiles."""
+    if use.use.activation_bytes is None:
+        return UNKNOWN
+    whole = format_bytes(use.use.activation_bytes)
+    return whole if use.in_tiles is None else f"in tiles of at most {format_bytes(use.in_tiles)}; whole {whole}"
 
 
 def seconds_text(seconds: float | None) -> str:

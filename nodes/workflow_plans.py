@@ -25,6 +25,7 @@ from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Plan
 from ..memory.planner.request import PlanRequest, plan_together
 from ..memory.planner.run import BlockTimes, Use
+from ..memory.planner.tiles import LEAST_PIXELS
 from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .device_choices import DEFAULT, missing_devices
 from .plan_table import plan_text
@@ -302,10 +303,20 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
         num_passes=predicted.num_passes,
         activation_bytes=predicted.activation_bytes,
         held_bytes=predicted.held_bytes,
+        may_tile=may_tile(call),
         carried_bytes=predicted.carried_bytes,
         times=predicted.times,
         what=told(call.use),
     )
+
+
+def may_tile(call: PlannedCall) -> bool:
+    """Whether a VAE of ours chooses tiles for a call: of a picture that is larger than the smallest one."""
+    size, use = call.use.size, call.use
+    is_coding = call.component.kind == "vae" and use.call in (Call.DECODE, Call.ENCODE)
+    if not is_coding or size is None or use.tiling is not None or not call.model.is_ours:
+        return False
+    return max(size.width, size.height) > LEAST_PIXELS and (use.call is Call.DECODE or call.model.kind != PIPELINE)
 
 
 def usual_passes(use: WorkflowUse) -> int:

@@ -12,7 +12,7 @@ __all__, __getattr__ = lazy_names(
         "precision_table": ["PrecisionRow", "tabulate_precision"],
         "staging_layout": ["Occupancy", "Offsets"],
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine", "PeerLink"],
-        "tiles": ["TileChoice", "TileCost", "TiledSize", "Tiles", "choose_tiles", "halve_tiles"],
+        "tiles": ["LEAST_PIXELS", "TileChoice", "TileCost", "TiledSize", "Tiles", "choose_tiles", "halve_tiles"],
         "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"],
         "device_store": ["StoreRoom", "store_room"],
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],

@@ -48,6 +48,8 @@ class Use:
     """What of these is there as a forward begins: inputs, and results of earlier parts that are needed later."""
     carried_bytes: int = 0
     """What the blocks hand on to each other: it crosses each cut of a split."""
+    may_tile: bool = False
+    """Whether it is computed in tiles where it does not fit beside the model that sampled."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as they are known."""
     what: str = ""

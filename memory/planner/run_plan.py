@@ -4,7 +4,9 @@
 used last first, in whole blocks, no more than are missing. The first run loads everything; in each further one the same
 things leave and come back, and those are what a run costs beside its forwards.
 
-[Note: room of a decode] For a VAE text encoders leave before anything of the model that sampled.
+[Note: room of a decode] For a VAE text encoders leave before anything of the model that sampled. Where that does not
+suffice, and the picture is larger than the smallest tile, it is decoded in tiles that fit, and nothing of the model
+leaves.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class UsePlan:
     load_s: float | None
     evicted: tuple[tuple[str, str, int], ...] = ()
     """What has to leave for it: component, device, and how many bytes of it."""
+    in_tiles: int | None = None
+    """What is left for it, in which it is computed in tiles; None: in one piece."""
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By device, what each component has there while it computes; its own devices alone, its home first."""
 
@@ -53,7 +57,9 @@ class UsePlan:
 
     def activation_bytes(self, device: str) -> int:
         """Return what its forwards take of a device beside weights, as far as that is known."""
-        return (self.use.activation_bytes or 0) if device in self.held else 0
+        if device not in self.held:
+            return 0
+        return (self.use.activation_bytes or 0) if self.in_tiles is None else self.in_tiles
 
     def text(self) -> str:
         """Return the use in one line for people."""
@@ -75,6 +81,7 @@ class UsePlan:
             "what": self.use.what,
             "num_passes": self.use.num_passes,
             "activation_bytes": self.use.activation_bytes,
+            "in_tiles_bytes": self.in_tiles,
             "pass_s": self.pass_s,
             "load_s": self.load_s,
             "loaded_bytes": dict(self.loaded),
@@ -178,6 +185,11 @@ class Holdings:
         """Return what each component has of a device."""
         return {name: num_bytes for (name, other), num_bytes in self.held.items() if other == device and num_bytes}
 
+    def left_beside(self, share: DevicePlan, component: str, others: Sequence[str]) -> int:
+        """Return what activations may take of a device beside a share and what some components have there."""
+        held = sum(num_bytes for name, num_bytes in self.on(share.device).items() if name in others)
+        return self.room.get(share.device, 0) - share.device_bytes - held
+
     def enter(
         self, share: DevicePlan, component: str, beside_bytes: int, by_next_use: Sequence[str]
     ) -> tuple[int, list[tuple[str, str, int]]]:
@@ -247,13 +259,19 @@ def play(
         loaded: dict[str, int] = {}
         evicted: list[tuple[str, str, int]] = []
         load_s: float | None = 0.0
+        in_tiles: int | None = None
         for share in shares[use.component]:
             if share.device == "cpu":
                 continue
             # Of a split each device is taken to need all of it: which part, no trace tells.
             beside_bytes = use.activation_bytes or 0
-            loaded[share.device], left = holdings.enter(share, use.component, beside_bytes, by_next_use)
-            evicted += left
+            if use.may_tile:
+                steps = [name for name, kind in kinds.items() if kind in KINDS_OF_STEPS]
+                left = holdings.left_beside(share, use.component, steps)
+                if beside_bytes > left:
+                    in_tiles = beside_bytes = max(0, left)
+            loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, by_next_use)
+            evicted += gone
             if loaded[share.device]:
                 rate = machine.device(share.device).link_bytes_per_s
                 load_s = None if rate is None or load_s is None else load_s + loaded[share.device] / rate
@@ -263,6 +281,7 @@ def play(
             loaded=loaded,
             load_s=load_s,
             evicted=tuple(evicted),
+            in_tiles=in_tiles,
             held={device: holdings.on(device) for device in loaded},
         )
 

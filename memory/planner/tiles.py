@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, require
 from ..units import align_up, format_bytes
 
-__all__ = ["TileChoice", "TileCost", "TiledSize", "Tiles", "choose_tiles", "halve_tiles"]
+__all__ = ["LEAST_PIXELS", "TileChoice", "TileCost", "TiledSize", "Tiles", "choose_tiles", "halve_tiles"]
 
 # What ComfyUI's own widget steps by: sizes between two of these are not worth another try.
 STEP_PIXELS = 32

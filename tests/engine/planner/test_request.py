@@ -150,6 +150,18 @@ def test_parts_that_do_not_fit_together_take_turns_and_the_plan_says_so():
     assert "take turns on gpu:0" in plan.text()
 
 
+def test_a_decode_that_does_not_fit_is_tiled_and_nothing_of_the_model_leaves():
+    decode = replace(use(VAE, 1, 2 * GIB), kind="vae", may_tile=True)
+    sample = replace(use(MODEL, 20), kind="diffusion")
+    plan = ask(MODEL, VAE, on=machine(3 * GIB), uses=[sample, decode])
+    assert plan.run is not None
+    last = plan.run.uses[-1]
+    assert last.evicted == () and last.in_tiles == 3 * GIB - MODEL.weight_bytes - VAE.weight_bytes
+    assert plan.run.remaining_bytes("gpu:0") == 0
+    whole = ask(MODEL, VAE, on=machine(3 * GIB), uses=[sample, replace(decode, may_tile=False)])
+    assert whole.run is not None and whole.run.uses[-1].evicted
+
+
 def test_no_seconds_are_made_up():
     plan = ask(MODEL, on=machine(8 * GIB, link=None), uses=[Use(component="transformer", num_passes=20)])
     assert plan.run is not None
