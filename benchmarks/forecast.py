@@ -29,7 +29,7 @@ from highwater.nodes.described_hardware import DescribedDevice, Hardware
 
 from .case import Result
 
-NUM_CASES = 200
+NUM_CASES = 30
 SEED = 17
 PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
 STEPS = 2

@@ -39,7 +39,7 @@ from highwater.memory.weights.module_component import component_from_module
 
 from .case import Result
 
-NUM_INSTANCES = 200
+NUM_INSTANCES = 40
 SEED = 5
 NUM_MEASURED = 3
 STEPS = 8

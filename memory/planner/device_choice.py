@@ -339,7 +339,9 @@ def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine)
     run = first_and_further(shares, uses, machine, pass_s=dict(enumerate(passes)))
     seconds = 0.0
     for device in run.devices:
-        seconds += max(0, -run.remaining_bytes(device)) * OVERFULL_S
+        # Activations may take what the watermark keeps free of weights.
+        left = run.remaining_bytes(device) + machine.device(device).kept_free_bytes
+        seconds += max(0, -left) * OVERFULL_S
     for use, pass_s in zip(run.uses, passes, strict=True):
         seconds += use.use.num_passes * pass_s
         seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())

@@ -134,11 +134,11 @@ def test_out_of_memory_in_a_hop_leaves_no_pass_open(toys, machine, monkeypatch, 
     """Also in the last one, which brings the result back when all blocks have computed."""
     net, copy, left = toys.build_net(), DeviceHops.copy, [0]
 
-    def fail_nth(self: DeviceHops, *args: object) -> object:
+    def fail_nth(self: DeviceHops, *args: object, **options: object) -> object:
         left[0] -= 1
         if not left[0]:
             raise torch.OutOfMemoryError("no room for a hidden state")
-        return copy(self, *args)
+        return copy(self, *args, **options)
 
     monkeypatch.setattr(DeviceHops, "copy", fail_nth)
     with machine(8, 8) as manager, ThreadPoolExecutor(1) as pool:
