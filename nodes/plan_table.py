@@ -133,6 +133,8 @@ def device_rows(parts: Sequence[ComponentPlan], run: RunPlan | None, machine: Ma
             yield device.name, room, "-", f"{room}, nothing computes there"
             continue
         remains = format_bytes(left) if left >= 0 else f"{format_bytes(-left)} too much"
+        if left < 0 <= left + device.kept_free_bytes:
+            remains = f"0B; activations take {format_bytes(-left)} of what the watermark keeps free"
         yield device.name, room, format_bytes(peak), remains
 
 

@@ -57,6 +57,7 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
     All are for one machine, the first one's, whose RAM they share in their order; no two components have one name.
     Raises as `plan_request`.
     """
+    uses = [matching(use, requests) for use in uses]
     machine = keep_for_uses(requests[0].machine, uses)
     placements = [request.placement for request in requests]
     reasons: dict[str, str] = {}
@@ -101,6 +102,13 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
         for part in plan.components
     }
     return plans, run_of(plans, settled, uses, machine)
+
+
+def matching(use: Use, requests: Sequence[PlanRequest]) -> Use:
+    """Return a use without times of other blocks than its component has now: it may be cut into smaller ones."""
+    sizes = {component.name: len(component.blocks) for request in requests for component in request.components}
+    fits = all(len(times.blocks_s) == sizes.get(use.component) for times in use.times.values())
+    return use if fits else replace(use, times={})
 
 
 def machine_beside_plans(machine: Machine, plans: Sequence[Plan]) -> Machine:

@@ -162,6 +162,12 @@ def test_a_decode_that_does_not_fit_is_tiled_and_nothing_of_the_model_leaves():
     assert whole.run is not None and whole.run.uses[-1].evicted
 
 
+def test_times_of_other_blocks_are_not_used():
+    """As of a model that is cut into smaller blocks than those that were traced."""
+    plan = ask(MODEL, on=machine(8 * GIB), uses=[replace(use(MODEL), times={"gpu:0": times(7, 0.001)})])
+    assert plan.run is not None and plan.run.seconds is None
+
+
 def test_no_seconds_are_made_up():
     plan = ask(MODEL, on=machine(8 * GIB, link=None), uses=[Use(component="transformer", num_passes=20)])
     assert plan.run is not None
