@@ -28,8 +28,8 @@ class HighwaterPlan(io.ComfyNode):
                     "devices",
                     default="",
                     tooltip=(
-                        "Empty: this machine, as it is now. Or a machine to plan for: "
-                        "gpu:0=12GiB@25GB/s@80TFLOPS,gpu:1=8GiB,host=32GiB. Without TFLOPS no times are shown."
+                        "Empty: this machine, as it is now. Or a machine to plan for, such as "
+                        "gpu:0=12GiB,gpu:1=8GiB,host=32GiB; the help page says how to add speeds."
                     ),
                 ),
             ],

@@ -9,16 +9,16 @@ from ..memory.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ..memory.planner.capacity import Machine
-    from ..memory.planner.plan import ComponentPlan, DevicePlan, Plan
+    from ..memory.planner.plan import ComponentPlan, Plan
     from ..memory.planner.run_plan import RunPlan, UsePlan
 
 __all__ = ["plan_text"]
 
-COMPONENTS = ("component", "bytes", "precision", "device", "rests", "resident", "streamed", "on the device")
+COMPONENTS = ("component", "bytes", "precision", "device", "rests", "resident", "streamed", "takes")
 USES = ("run", "computes", "forwards", "each", "loads", "in", "evicts", "activations")
 DEVICES = ("device", "room", "peak", "remains")
 UNKNOWN = "unknown"
-RESTS = {"device": "on the device", "pinned": "pinned RAM", "host": "RAM", "disk": "its file"}
+RESTS = {"device": "device", "pinned": "pinned RAM", "host": "RAM", "disk": "file"}
 
 
 def plan_text(
@@ -35,8 +35,8 @@ def plan_text(
     if run is not None:
         blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run)}")
     blocks.append(table([DEVICES, *device_rows(parts, run, machine)]))
-    why = [f"{part.component}: {reason}" for part in parts for reason in part.reasons]
-    why += [reason for plan in plans.values() for reason in plan.reasons]
+    why = [f"{part.component}: {reason}" for part in parts for reason in (*sums(part), *part.reasons)]
+    why += [reason for plan in plans.values() for reason in plan.reasons[:1]]  # the other one is the text to paste
     why += run.turns if run is not None else []
     if why:
         blocks.append("\n".join(["why", *(f"  {reason}" for reason in dict.fromkeys(why))]))
@@ -56,29 +56,29 @@ def component_rows(part: ComponentPlan) -> Iterator[tuple[str, ...]]:
             rests_in(part) if first else "",
             f"{len(share.resident)} of {len(share.blocks)}",
             format_bytes(share.streamed_bytes) if share.streamed else "-",
-            device_text(share),
+            format_bytes(share.device_bytes),
         )
 
 
-def device_text(share: DevicePlan) -> str:
-    """Return what a share takes of its device, and of what that is the sum."""
-    named = {
-        "non-block weights": share.fixed_bytes,
-        "resident blocks": share.resident_bytes,
-        "staging": share.staging_bytes,
-        "to decode weights": share.scratch_bytes,
-    }
-    parts = [f"{format_bytes(num_bytes)} {name}" for name, num_bytes in named.items() if num_bytes]
-    return f"{format_bytes(share.device_bytes)} = {' + '.join(parts)}" if len(parts) > 1 else " ".join(parts) or "0B"
+def sums(part: ComponentPlan) -> Iterator[str]:
+    """Yield for each device of which it takes more than one thing what these are."""
+    for share in part.shares:
+        named = {
+            "non-block weights": share.fixed_bytes,
+            "resident blocks": share.resident_bytes,
+            "staging": share.staging_bytes,
+            "to decode weights": share.scratch_bytes,
+        }
+        parts = [f"{format_bytes(num_bytes)} {name}" for name, num_bytes in named.items() if num_bytes]
+        if len(parts) > 1:
+            yield f"{format_bytes(share.device_bytes)} on {share.device} = {' + '.join(parts)}"
 
 
 def rests_in(part: ComponentPlan) -> str:
     """Return where the weights rest, in a few words."""
     if part.store:
         return f"on {part.store}"
-    if not part.in_file or part.tier == "disk":
-        return RESTS[part.tier]
-    return f"{RESTS[part.tier]}, {format_bytes(part.file_bytes)} in its file"
+    return RESTS[part.tier] if not part.in_file or part.tier == "disk" else f"{RESTS[part.tier]} and file"
 
 
 def use_row(use: UsePlan) -> tuple[str, ...]:
@@ -142,9 +142,11 @@ def same_again(plans: Mapping[str, Plan], placements: Mapping[str, str]) -> Iter
     """Yield the texts to paste into the loaders."""
     for name, plan in plans.items():
         if len(plans) > 1:
-            yield f"{name}"
+            yield name
         title = f" ({plan.profile.title})" if plan.profile.title != plan.profile.name else ""
         yield f"profile: {plan.profile}{title}"
+        if plan.reasons and plan.explicit_profile != str(plan.profile):
+            yield f"the same with nothing left to auto: {plan.explicit_profile}"
         yield f"placement: {placements.get(name, plan.placement)}"
 
 

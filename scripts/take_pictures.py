@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 from PIL import Image
@@ -29,7 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "web" / "take_pictures.mjs"
 HELP = ROOT / "web" / "docs"
 DEVICE_BYTES = 1844 << 20
-NUM_COLOURS = (128, 64, 32, 16)
+SCALES = (1.0, 0.75, 0.5)
+NUM_COLOURS = (128, 64, 32, 16, 8)
 SMALL_BYTES = 40_000
 
 
@@ -77,13 +79,15 @@ def comfyui(folder: Path) -> Iterator[str]:
 
 
 def shrink(taken: Path, target: Path) -> None:
-    """Write a picture in as many colours as make it small enough: it is loaded with its page."""
-    with Image.open(taken) as picture:
-        for num_colours in NUM_COLOURS:
-            few = picture.convert("RGB").quantize(num_colours, dither=Image.Dither.NONE)
-            few.save(target, optimize=True)
-            if target.stat().st_size <= SMALL_BYTES:
-                break
+    """Write a picture in as many colours as make it small enough, or smaller: it is loaded with its page."""
+    with Image.open(taken) as whole:
+        picture = whole.convert("RGB")
+    for scale, num_colours in product(SCALES, NUM_COLOURS):
+        size = (round(picture.width * scale), round(picture.height * scale))
+        few = picture.resize(size, Image.Resampling.LANCZOS).quantize(num_colours, dither=Image.Dither.NONE)
+        few.save(target, optimize=True)
+        if target.stat().st_size <= SMALL_BYTES:
+            break
     print(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1000:.0f} kB in {num_colours} colours")
 
 

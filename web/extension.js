@@ -145,7 +145,7 @@ app.registerExtension({
       badge.text = (key && texts()[key]) || ""; // no text, no badge
       return badge;
     });
-    if (TEXT_NODES.has(node.comfyClass)) addTextBox(node);
+    if (TEXT_NODES.has(node.comfyClass ?? "")) addTextBox(node);
     if (TELLING_NODE.test(node.comfyClass ?? "")) addNotes(node);
   },
 

@@ -6,7 +6,7 @@ import { makeKeptTexts } from "./kept_texts.js";
 import { makeTextBox } from "./readout.js";
 
 // So wide that no line of a report is broken again, and so high that most reports are seen as a whole.
-const REPORT_SIZE = [580, 600];
+const REPORT_SIZE = [660, 600];
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
 

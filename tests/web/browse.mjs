@@ -26,7 +26,7 @@ await eventually("example is open", exampleIsOpen, hasOurs);
 await ready();
 assert.deepEqual(
   await page.evaluate(() => Object.keys(LiteGraph.registered_node_types).filter((type) => type.startsWith("Highwater")).sort()),
-  [...OURS, "HighwaterKeep", "HighwaterLimits", "HighwaterPrecision", "HighwaterRelease", "HighwaterVerifyPipeline", "HighwaterWatermark"].sort(),
+  [...OURS, "HighwaterKeep", "HighwaterLimits", "HighwaterPlan", "HighwaterPrecision", "HighwaterRelease", "HighwaterVerifyPipeline", "HighwaterWatermark"].sort(),
 );
 await eventually("canvas before", onCanvas, allEmpty);
 await quiet(); // what its opening asks for

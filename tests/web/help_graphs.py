@@ -228,7 +228,7 @@ def verify_pipeline(graph: Graph) -> None:
 # By node, in the order of the runs: what a node keeps, sets or counts is no part of an earlier picture.
 BUILD: dict[str, tuple[Callable[[Graph], None], dict[str, Any]]] = {
     "HighwaterMemoryReport": (memory_report, {"text": "Last events", "width": 560, "height": 500}),
-    "HighwaterPlan": (plan, {"text": "component", "width": 620, "height": 420}),
+    "HighwaterPlan": (plan, {"text": "component", "width": 640, "height": 420}),
     "HighwaterLoadDiffusionModel": (load_diffusion_model, {"badge": "streams 11/12", "width": 360}),
     "HighwaterLoadTextEncoder": (load_text_encoder, {"badge": "155M gpu:1", "width": 360}),
     "HighwaterLoadVAE": (load_vae, {"badge": "4.7M gpu:0", "width": 360}),
