@@ -10,6 +10,8 @@ import torch
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 FORMS = {
     "resident": Loaders(),
     "streamed": Loaders(profile="4MiB"),

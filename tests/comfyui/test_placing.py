@@ -19,6 +19,8 @@ from highwater.tests.comfyui.graphs import (
 )
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 MIB = 1 << 20
 KINDS = {"diffusion": "model", "text": "clip", "vae": "vae"}
 # What a placement says, and on which devices it puts a model.

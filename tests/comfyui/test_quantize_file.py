@@ -14,6 +14,8 @@ from highwater.memory.quantizing import quantize_file
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptRefused, PromptResult
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 FORMS = ("fp8-scaled", "int8")
 SOURCES = {"flux": "tiny_flux.safetensors", "wan": "tiny_wan.safetensors"}
 WAYS = {
