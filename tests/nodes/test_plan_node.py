@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from highwater.headless import simdevice
 from highwater.headless.comfy_stub import folder_paths
@@ -112,8 +114,27 @@ def test_the_picture_has_a_bar_for_each_use_of_each_device(models: None) -> None
 def test_without_a_rate_no_seconds_are_shown(models: None) -> None:
     planned = plan_graph(graph(), source="test", hardware=parse_hardware("gpu:0=48MiB@25GB/s,host=8GiB"))
     assert planned.run is not None and planned.run.seconds is None
-    assert "time unknown" in planned.text()
+    assert "time unknown: how fast gpu:0 computes was neither said nor measured\n" in planned.text()
     assert all(use.use.activation_bytes for use in planned.run.uses)  # from the trace, which needs no rate
+
+
+def test_operations_that_are_not_known_are_what_is_missing(tmp_path: Path) -> None:
+    """With all rates said, the line does not ask for them: outside of ComfyUI nothing has its models' code."""
+    (tmp_path / "vae").mkdir()
+    save_file({f"decoder.{number}.weight": torch.zeros(64, 64) for number in range(4)}, tmp_path / "vae/x.safetensors")
+    folder_paths.configure(models=tmp_path, output=tmp_path)
+    asked = {
+        "load": {"class_type": "VAELoader", "inputs": {"vae_name": "x.safetensors"}},
+        "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
+        "decode": {"class_type": "VAEDecode", "inputs": {"vae": ["load", 0], "samples": ["latent", 0]}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "x"}},
+    }
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s@10TFLOPS,host=8GiB"))
+    assert "time unknown: what x computes is not known\n" in planned.text()
+    assert sum("its node Plan tells them" in note for note in planned.notes) == 1
+    unrated = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
+    assert "time unknown: how fast gpu:0 computes was neither" in unrated.text()
+    assert not any("node Plan" in note for note in unrated.notes)
 
 
 def test_what_is_planned_is_what_runs(models: None) -> None:
