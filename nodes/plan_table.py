@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..memory.planner.plan import ComponentPlan, Plan
     from ..memory.planner.run_plan import RunPlan, UsePlan
 
-__all__ = ["plan_text"]
+__all__ = ["in_a_row", "plan_text"]
 
 COMPONENTS = ("component", "bytes", "precision", "device", "rests", "resident", "streamed", "takes")
 USES = ("run", "computes", "forwards", "each", "loads", "in", "evicts", "activations")

@@ -30,7 +30,7 @@ from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .applied_loras import ChangedComponent, apply_loras
 from .device_choices import DEFAULT, missing_devices
 from .lora_headers import LoraReader, changes_by_names
-from .plan_table import plan_text
+from .plan_table import in_a_row, plan_text
 from .plans import describe_files, describe_part, describe_pipeline, read_precisions
 from .workflow_reading.description import DIFFUSION, PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
 from .workflow_reading.model_paths import find_files
@@ -174,8 +174,8 @@ def plan_workflow(
         why = "; ".join(notes) or "no loader gives an output anything"
         raise InvalidInput(f"nothing of the workflow can be planned: {why}")
     uses: list[Use] = []
+    notes += unread_lines(described.uses)
     for use in described.uses:
-        notes += [f"{use.node.label}: {line}" for line in use.unknown]
         for place in (use.model, *use.beside):
             if place is not None and place in loaded:
                 calls = calls_in(described, use, described.models[place], *loaded[place])
@@ -190,6 +190,15 @@ def plan_workflow(
     return WorkflowPlan(
         plans=by_label, run=run, machine=machine, placements=placements, notes=tuple(dict.fromkeys(notes))
     )
+
+
+def unread_lines(uses: Sequence[WorkflowUse]) -> list[str]:
+    """Return what is not known of calls, each thing once with all nodes that lack it."""
+    labels: dict[str, dict[str, None]] = {}
+    for use in uses:
+        for line in use.unknown:
+            labels.setdefault(line, {})[use.node.label] = None
+    return [f"{in_a_row(list(nodes))}: {line}" for line, nodes in labels.items()]
 
 
 def told_of(plan: Plan, changed: Mapping[str, ChangedComponent]) -> Plan:
@@ -317,7 +326,9 @@ def calls_in(
     parts: Sequence[Component],
     paths: tuple[Path, ...],
 ) -> list[PlannedCall]:
-    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind."""
+    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind; of no steps nothing."""
+    if use.call is Call.SAMPLE and use.steps == 0:
+        return []
     of_node = tuple(other for other in described.uses if other.node == use.node)
     return [
         PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node)

@@ -137,6 +137,36 @@ def test_operations_that_are_not_known_are_what_is_missing(tmp_path: Path) -> No
     assert not any("node Plan" in note for note in unrated.notes)
 
 
+def test_a_workflow_that_cannot_run_so_gets_a_line_for_each_reason(tmp_path: Path) -> None:
+    """As ComfyUI refuses these values: no latents, no steps."""
+    for folder in ("vae", "diffusion_models"):
+        (tmp_path / folder).mkdir()
+        weights = {f"blocks.{number}.weight": torch.zeros(64, 64) for number in range(4)}
+        save_file(weights, tmp_path / folder / f"{folder}.safetensors")
+    folder_paths.configure(models=tmp_path, output=tmp_path)
+    asked = {
+        "load": {"class_type": "UNETLoader", "inputs": {"unet_name": "diffusion_models.safetensors"}},
+        "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "vae.safetensors"}},
+        "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 1, "batch_size": 0}},
+        "sample": {"class_type": "KSampler", "inputs": {"model": ["load", 0], "steps": 0, "cfg": 1.0}},
+        "again": {"class_type": "KSampler", "inputs": {"model": ["load", 0], "steps": 4, "cfg": 1.0}},
+        "decode": {"class_type": "VAEDecode", "inputs": {"vae": ["vae", 0], "samples": ["again", 0]}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "x"}},
+    }
+    asked["sample"]["inputs"]["latent_image"] = ["latent", 0]
+    asked["again"]["inputs"]["latent_image"] = ["sample", 0]
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
+    assert planned.run is not None and [use.use.what for use in planned.run.uses] == ["4 steps", "decode"]
+    assert planned.notes == (
+        "node sample (KSampler): 0 steps: it computes nothing",
+        "node sample (KSampler), node again (KSampler) and node decode (VAEDecode): "
+        "size: node latent (EmptyLatentImage): height 1 is less than 8",
+    )
+    asked["sample"]["inputs"]["steps"] = -1
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
+    assert "node sample (KSampler): steps: node sample (KSampler): steps -1 is less than 0" in planned.notes
+
+
 def test_what_is_planned_is_what_runs(models: None) -> None:
     hardware = parse_hardware("gpu:0=24MiB@25GB/s@10TFLOPS,host=8GiB")
     planned = plan_graph(graph(), source="test", hardware=hardware)
