@@ -15,6 +15,8 @@ sys.argv[1:] = ["--cpu"]
 import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
+import comfy.lora  # noqa: E402
+import comfy.lora_convert  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.utils  # noqa: E402
 import torch  # noqa: E402
@@ -26,6 +28,7 @@ spec = importlib.util.spec_from_file_location("highwater", Path(pack, "__init__.
 sys.modules["highwater"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["highwater"])
 from highwater.memory.tracing import trace_forward  # noqa: E402
+from highwater.nodes.core_predictions import CorePredictor  # noqa: E402
 from highwater.nodes.host.core_needs import coding_needs, sampling_needs, text_encoder  # noqa: E402
 from highwater.nodes.host.core_traces import (  # noqa: E402
     CoreCall,
@@ -35,6 +38,9 @@ from highwater.nodes.host.core_traces import (  # noqa: E402
     text_call,
     usual_prompt,
 )
+from highwater.nodes.host.side_factors import low_rank_of  # noqa: E402
+from highwater.nodes.plans import describe_files  # noqa: E402
+from highwater.nodes.workflow_reading import LoadedModel, NodeName  # noqa: E402
 
 warnings.simplefilter("error", UserWarning)
 SIZES = [(512, 512, 1, 1), (1024, 768, 1, 2), (832, 480, 81, 1)]
@@ -99,6 +105,31 @@ def zeros_in_ram(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(tensor, device="cpu")
 
 
+def lora(file: str) -> None:
+    """What it changes of a model, and by sums of which ranks, is what core then patches."""
+    model = str(Path(file).parents[1] / "diffusion_models/tiny_flux.safetensors")
+    patcher = comfy.sd.load_diffusion_model(model)
+    tensors = comfy.lora_convert.convert_lora(comfy.utils.load_torch_file(file, safe_load=True))
+    patcher.add_patches(comfy.lora.load_lora(tensors, comfy.lora.model_lora_keys_unet(patcher.model, {})))
+    shapes = {key: weight.shape for key, weight in patcher.model.state_dict().items()}
+    sums = {
+        key.removeprefix("diffusion_model."): [low_rank_of(patch, shapes[key]) for patch in patches]
+        for key, patches in patcher.patches.items()
+    }
+    told = CorePredictor().read_lora(
+        describe_files([Path(model)]),
+        LoadedModel(
+            node=NodeName(id="1", title="load", class_type="UNETLoader"), kind="diffusion", files=(model,), folder=""
+        ),
+        [Path(model)],
+        Path(file),
+    )
+    assert told.ranks == {name: sum(each.down.shape[0] for each in found) for name, found in sums.items() if all(found)}
+    assert told.others == {name for name, found in sums.items() if not all(found)}
+    assert told.num_unknown == 0
+    add(file, "patched", len(sums), len(told.ranks) + len(told.others))
+
+
 def compare_flops(file: str, call: CoreCall, loaded: torch.nn.Module) -> list[tuple[int, ...]]:
     """Add what a call of the loaded model computes, and of the one without memory; return its outputs' shapes."""
     trace = trace_forward(call.model, call.args, call.kwargs, method=call.method, brings_back=True)
@@ -117,6 +148,9 @@ def add(file: str, what: object, expected: int, told: int) -> None:
 
 found: list[list[object]] = []
 for file in files:
+    if "loras" in file:
+        lora(file)
+        continue
     if "vae" not in file and "text_encoders" not in file:
         sampling(file)
     if "diffusion_models" not in file and "text_encoders" not in file:

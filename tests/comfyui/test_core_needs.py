@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).with_name("core_needs.py")
 PACK = Path(__file__).parents[2]
 FOLDERS = ("diffusion_models", "vae", "checkpoints", "text_encoders")
 NAMES = [name for name in MODEL_FILES if name.startswith(FOLDERS) and "only_sd" not in name and "big_" not in name]
+NAMES += [f"loras/{name}.safetensors" for name in ("tiny_flux_lora", "flux_fused", "flux_dora")]
 
 
 def test_needs_from_headers_are_those_of_the_loaded_models(host_files: HostFiles, tmp_path: Path) -> None:
