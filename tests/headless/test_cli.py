@@ -68,6 +68,71 @@ assert main(["plan", {str(model_file)!r}, "--devices", {TWO!r}]) == 0
 """)
 
 
+def test_the_picture_of_a_plan_is_that_of_the_node(tmp_path: Path, models_directory: Path, capsys) -> None:
+    from PIL import Image, ImageChops
+
+    from highwater.headless.commands.planning import plan_workflow
+    from highwater.nodes.plan_picture import draw_plan
+
+    workflow, picture = WORKFLOWS / "demo_flux.json", tmp_path / "plan.png"
+    picture.write_bytes(b"of an earlier plan")
+    options = ["--devices", TWO, "--models", str(models_directory), "--picture", str(picture)]
+    assert main(["plan", str(workflow), *options]) == 0
+    planned = plan_workflow(workflow, parse_hardware(TWO), models_directory, {})
+    with Image.open(picture) as drawn:
+        assert drawn.format == "PNG"
+        expected = draw_plan(planned.plans, planned.run, planned.machine)
+        assert drawn.size == expected.size and ImageChops.difference(drawn.convert("RGB"), expected).getbbox() is None
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_a_picture_is_of_plans_of_files_too(model_file: Path, tmp_path: Path, capsys) -> None:
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(model_file.read_bytes())
+    picture = tmp_path / "of both.PNG"
+    assert main(["plan", str(model_file), str(other), "--devices", TWO, "--picture", str(picture), "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plan.jpg", "ends in .jpg; allowed: .png"),
+        ("plan", "ends in nothing; allowed: .png"),
+        ("missing/plan.png", "missing: no such folder"),
+        ("folder.png", "is a folder"),
+    ],
+)
+def test_a_bad_path_of_a_picture_is_one_line(model_file: Path, tmp_path: Path, name: str, said: str, capsys) -> None:
+    (tmp_path / "folder.png").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["plan", str(model_file), "--devices", TWO, "--picture", str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and said in captured.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_picture_is_of_one_plan(model_file: Path, tmp_path: Path, capsys) -> None:
+    paths = [str(model_file), str(WORKFLOWS / "demo_flux.json")]
+    assert main(["plan", *paths, "--devices", TWO, "--picture", str(tmp_path / "plan.png")]) == 2
+    assert "draws one plan" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(model_file: Path, tmp_path: Path, monkeypatch) -> None:
+    from PIL import Image
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    picture = tmp_path / "plan.png"
+    picture.write_bytes(b"of an earlier plan")
+    monkeypatch.setattr(Image.Image, "save", fail)
+    assert main(["plan", str(model_file), "--devices", TWO, "--picture", str(picture)]) == 1
+    assert picture.read_bytes() == b"of an earlier plan"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "plan.png"]
+
+
 def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
     sizes = []
     for precision in ("as stored", "fp8 scaled"):
