@@ -135,8 +135,7 @@ PACKS: dict[str, tuple[Callable[[Graph, Loaders], Link], str]] = {
     "each step": (alongside_flux("each_step"), f"{OFF}is called in each step"),
     "guide": (guided_by_another, f"{OFF}guides it with Guide"),
     "features": (sample_sd(FEATURES), f"{OFF}patches it with features.<locals>.Scale"),
-    "perturbed, and core's features": (sample_sd(CORES_FEATURES, PERTURBED), ON),
-    "core's guide": (sample_sd(controlled=True), ON),
+    "perturbed, beside core's features and guide": (sample_sd(CORES_FEATURES, PERTURBED, controlled=True), ON),
     "momentum": (alongside_flux("momentum"), ON),
     "whole sampling": (alongside_flux("whole_sampling"), ON),
 }
