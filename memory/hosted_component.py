@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -124,6 +124,8 @@ class HostedComponent:
         """Whether it is to be evicted last, and up to how many bytes; holds before it joins, too."""
         self.noted_off: str | None = None
         """Why its devices computed in turn when that was noted last; empty where they did not."""
+        self.noted_in: ref[Any] | None = None
+        """The sampling in which that was, as long as it lives."""
         self.draft: tuple[str, Draft] | None = None
         """What was planned of it for a device before it joined."""
         self.reasons: tuple[str, ...] = ()
@@ -423,11 +425,19 @@ class HostedComponent:
         """Whether its devices computed the halves of the last step at the same time."""
         return self.noted_off == ""
 
-    def note_micro_batches(self, off: str) -> None:
+    def was_at_once_in(self, sampling: object) -> bool:
+        """Whether the last step that was noted was one of this sampling, and its halves were computed at once."""
+        return self.computes_at_once and self.noted_in is not None and self.noted_in() is sampling
+
+    def note_micro_batches(self, off: str, sampling: object = None) -> None:
         """Note in the event log that its devices compute in turn, and why, or that they compute at the same time.
 
         Once, until that changes.
+
+        Args:
+            sampling: what lives as long as the sampling whose step it is; not kept alive here.
         """
+        self.noted_in = ref(sampling) if sampling is not None else None
         if off == self.noted_off:
             return
         self.noted_off = off

@@ -60,6 +60,8 @@ class DevicePlan:
     stored_bytes: int = 0
     """The bytes that these take there."""
     scratch_bytes: int = 0
+    decodes: int = 1
+    """How many micro-batches have scratch of their own."""
     pass_s: float | None = None
     """What a pass is predicted to take; None where the speeds are not known."""
     limit_bytes: int | None = field(default=None, compare=False)
@@ -109,7 +111,8 @@ class DevicePlan:
         if self.staging_bytes:
             parts.append(f"{len(self.streamed)} streamed through {format_bytes(self.staging_bytes)} of staging memory")
         if self.scratch_bytes:
-            parts.append(f"{format_bytes(self.scratch_bytes)} to decode weights")
+            each = f", for each of {self.decodes} micro-batches" if self.decodes > 1 else ""
+            parts.append(f"{format_bytes(self.scratch_bytes)} to decode weights{each}")
         return f"{self.device}: {format_bytes(self.device_bytes)} = {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
@@ -310,6 +313,7 @@ def find_allowed(
         fixed_bytes=component_sizes.fixed_bytes(blocks, first=first),
         resident_bytes=sum(sizes.values()),
         scratch_bytes=component_sizes.scratch_bytes(blocks),
+        decodes=component_sizes.decodes,
     )
     largest = max(sizes.values(), default=0)
     least = whole.fixed_bytes + whole.scratch_bytes + largest

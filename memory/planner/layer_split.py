@@ -197,7 +197,7 @@ def nearest_fitting(
                 fixed += buffers[end - 1]
                 largest = max(largest, sizes.blocks[end - 1])
                 width = sizes.widths[end - 1]
-                scratch = scratch + width if sizes.component.widens_whole else max(scratch, width)
+                scratch = scratch + width if sizes.component.widens_whole else max(scratch, sizes.decodes * width)
                 if fixed + largest + scratch > limit:
                     break
                 cost = moved + abs(end - (run[-1] + 1))

@@ -14,6 +14,7 @@ from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import forms_in_file, numbers_of
+from .block_groups import NUM_CALLS
 from .capacity import Machine
 from .device_plan import DevicePlan, plan_share
 from .device_store import beside_stored
@@ -138,16 +139,20 @@ def plan_in_turn(
     asked = part.item.groups
     if asked is None or len(devices) < 2:
         return ()
-    lines: list[str] = []
-    groups = split_in_turn(part.sizes, devices, asked, machine, profile, lines, seconds)
-    shares = () if groups is None else plan_shares(part, devices, groups, machine, profile, seconds)
-    if not shares or any(share.streamed for share in shares):
-        off = "blocks stream, and each half of a step would fetch them"
-    elif any(share.scratch_bytes for share in shares):
-        off = "weights are decoded into one scratch memory"
+    decodes = (NUM_CALLS, 1) if any(part.sizes.widths) else (1,)
+    for number in decodes:
+        lines: list[str] = []
+        beside = replace(part, sizes=part.sizes.decoding(number))
+        groups = split_in_turn(beside.sizes, devices, asked, machine, profile, lines, seconds)
+        shares = () if groups is None else plan_shares(beside, devices, groups, machine, profile, seconds)
+        is_resident = bool(shares) and not any(share.streamed for share in shares)
+        if is_resident and number == decodes[0]:
+            reasons += lines
+            return shares
+    if is_resident:
+        off = "there is no room to decode weights for each half of a step"
     else:
-        reasons += lines
-        return shares
+        off = "blocks stream, and each half of a step would fetch them"
     reasons.append(f"micro-batches: off: {off}")
     if asked == AUTO_GROUPS:
         return ()

@@ -61,7 +61,7 @@ def replan_shares(
     Args:
         ram: the machine with the RAM that is left; by default that is all of the machine's.
     """
-    sizes = Sizes(component, plan.forms)
+    sizes = sizes_as_planned(component, plan)
     in_file, pinned = rest_to_stream(plan, ram or machine, profile)
     if plan.store:
         rests = {"in_file": in_file, "pinned": pinned}
@@ -74,8 +74,16 @@ def replan_shares(
         )
         for index, share in enumerate(plan.shares)
     )  # fmt: skip
+    if sizes.decodes > 1 and any(share.streamed for share in shares):  # no micro-batches then: one scratch does
+        once = replace(plan, shares=tuple(replace(share, decodes=1) for share in plan.shares))
+        return replan_shares(component, once, machine, profile, block_seconds, ram=ram)
     refuse_streaming_at_tier_device(sizes, plan.tier, shares)
     return replace(plan, shares=shares)
+
+
+def sizes_as_planned(component: Component, plan: ComponentPlan) -> Sizes:
+    """Return the sizes of a component in the forms of a plan, with scratch for as many micro-batches."""
+    return Sizes(component, plan.forms, decodes=max((share.decodes for share in plan.shares), default=1))
 
 
 def rest_to_stream(
@@ -153,7 +161,7 @@ def confirm_plan(
     """
     if plan.takes_ram_to_stream and take_ram(component, plan, machine, profile) is not plan:
         return None
-    sizes = Sizes(component, plan.forms)
+    sizes = sizes_as_planned(component, plan)
     in_file, pinned = rest_to_stream(plan, machine, profile)
     shares = []
     rests = {"in_file": in_file, "pinned": pinned}

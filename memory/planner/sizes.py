@@ -66,13 +66,18 @@ def wide_bytes(block: Block, forms: Forms) -> int:
 
 
 class Sizes:
-    """The bytes of one component in the forms in which its weights rest; each sum is computed once, when needed."""
+    """The bytes of one component in the forms in which its weights rest; each sum is computed once, when needed.
 
-    def __init__(self, component: Component, forms: Forms) -> None:
+    Args:
+        decodes: how many micro-batches decode weights at the same time, each into scratch of its own.
+    """
+
+    def __init__(self, component: Component, forms: Forms, *, decodes: int = 1) -> None:
         self.alone = component
         """The component without what is added to its encoded weights."""
         self.component = with_side_factors(component, forms)
         self.forms = forms
+        self.decodes = decodes
         self.known_fixed: dict[tuple[Sequence[int], bool], int] = {}
 
     @cached_property
@@ -151,9 +156,16 @@ class Sizes:
         return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
 
     def scratch_bytes(self, blocks: Iterable[int]) -> int:
-        """Return the bytes in which encoded weights of these blocks are widened: one block's at a time, or all."""
+        """Return the bytes in which encoded weights of these blocks are widened: one block's at a time, or all.
+
+        One block's for each micro-batch; those that stay widened are in the same place for all of them.
+        """
         widths = [self.widths[number] for number in blocks]
-        return sum(widths) if self.component.widens_whole else max(widths, default=0)
+        return sum(widths) if self.component.widens_whole else self.decodes * max(widths, default=0)
+
+    def decoding(self, decodes: int) -> Sizes:
+        """Return the sizes of the same component with scratch for so many micro-batches."""
+        return self if decodes == self.decodes else Sizes(self.component, self.forms, decodes=decodes)
 
     def least_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
         """Return the fewest device bytes with which blocks can compute: the largest, what is fixed, the scratch."""

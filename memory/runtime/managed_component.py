@@ -170,8 +170,8 @@ class ManagedComponent:
         return self.forwards.is_loaded
 
     def is_computing(self) -> bool:
-        """Whether a forward of it is running in any thread, or a call of one of its blocks without a forward."""
-        return self.passes.is_busy() or self.forwards.is_called_unseen()
+        """Whether a forward of it runs in any thread, a call of a block without one, or a step of micro-batches."""
+        return self.passes.is_busy() or self.forwards.step is not None or self.forwards.is_called_unseen()
 
     @property
     def groups(self) -> list[WeightGroup]:

@@ -113,6 +113,18 @@ class CopyStream:
         """Record an event on the compute stream behind the last use of the memory."""
         free.record(stream)
 
+    def mark_use(self) -> tuple[torch.Stream, torch.Event]:
+        """Record an event on the compute stream behind the last use of memory there; returns both."""
+        stream, end = self.compute_stream, self.event()
+        end.record(stream)
+        return stream, end
+
+    def await_use(self, used_on: torch.Stream, end: torch.Event) -> None:
+        """Make the compute stream wait for a use that `mark_use` recorded, perhaps on another stream."""
+        stream = self.compute_stream
+        if stream != used_on:
+            stream.wait_event(end)
+
     def await_on_compute(self, ready: torch.Event) -> torch.Stream:
         """Make the compute stream wait for a copy (rule 2), and return it; the host goes on."""
         stream = self.compute_stream

@@ -1,5 +1,7 @@
 """The streams of micro-batches: each computes on streams of its own, one per device, while another one computes too.
 
+The first one computes on the caller's streams.
+
 [Note: lock-step] One thread launches one micro-batch after the other. What the first one leaves in a module for the
 blocks after it, such as a cache, the second one finds there as a tensor that may not be computed yet. So the second one
 follows the first by events: it begins when the first one has reached its first block, each block waits for the first
@@ -9,9 +11,10 @@ one leaves later than a block, for that block of the second, is not ordered. Whe
 given, the second one begins behind its end.
 
 [Note: memory of micro-batches] An allocator hands out memory again in the order of the stream on which it was
-allocated. So the streams of micro-batches begin behind those of the caller, these go on behind all of them, and these
-begin again behind those: whatever is freed after the end was used before. What a caller gets is noted as used on its
-own streams.
+allocated. So the streams of micro-batches begin behind what the caller had queued, its streams go on behind all of
+them, and they begin again behind those: whatever is freed after the end was used before. What a caller gets is noted as
+used on its own streams. What code around the calls keeps from the first one, such as a ControlNet its hint, it can use
+on the caller's streams as ever: it was allocated there.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class MicroStreams:
         self.devices = tuple(devices)
         self.callers = [torch.accelerator.current_stream(device.index) for device in self.devices]
         self.index = torch.accelerator.current_device_index()
+        self.begun = [self.mark(caller) for caller in self.callers]
+        """When the caller's streams were through with what it had queued before."""
         self.used: list[list[torch.Stream]] = []
         """Of each micro-batch that has begun, its streams in the order of the devices."""
         self.behind: dict[int, torch.Event] = {}
@@ -73,9 +78,11 @@ class MicroStreams:
             follows: in lock-step with the one before; False, and where that one ran no block: behind the end of all
                 before.
         """
-        streams = [stream_for(device, len(self.used)) for device in self.devices]
-        for caller, stream in zip(self.callers, streams, strict=True):
-            stream.wait_stream(caller)
+        number = len(self.used)
+        streams = [stream_for(device, number) for device in self.devices] if number else self.callers
+        for begun, stream in zip(self.begun, streams, strict=True):
+            if number:
+                stream.wait_event(begun)
         before = [stream for streams in self.used for stream in streams]
         for stream in streams:
             if self.now_begun is not None and follows:
@@ -125,11 +132,10 @@ class MicroStreams:
         """
         self.set_current(self.callers)
         for place, caller in enumerate(self.callers):
-            for streams in self.used:
-                caller.wait_stream(streams[place])
+            self.wait_for(caller, [streams[place] for streams in self.used])
         for place, caller in enumerate(self.callers):
             for streams in self.used:
-                streams[place].wait_stream(caller)
+                self.wait_for(streams[place], [caller])
         callers = dict(zip(self.devices, self.callers, strict=True))
         for tensor in results:
             if tensor.device in callers:

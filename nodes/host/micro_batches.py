@@ -2,28 +2,33 @@
 
 Core gives all conditionings of a step to one function (its CALC_COND_BATCH wrapper), which batches them or calls the
 model for one after the other. For a split model of ours it is called for each conditioning alone, and the calls are
-micro-batches (`ManagedComponent.run_micro_batches`): the same bits as one after the other. That is left to core where
-another node takes part in these calls, since what it keeps between them may not be computed yet.
+micro-batches (`ManagedComponent.run_micro_batches`): the same bits as one after the other. Where a step has one
+conditioning, it is called for each half of the pictures. That is left to core where another pack's code takes part in
+these calls, since what it keeps between them may not be computed yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP, get_all_wrappers
+from comfy.patcher_extension import CallbacksMP, WrappersMP, get_all_wrappers
 
 from ...memory.errors import InvalidInput
+from .batch_halves import parts_of, why_not_halved
 from .guides import KEY
 from .hosted import Hosted, hosted_of
+from .strangers import find_in_module, find_stranger
 
 __all__ = ["compute_halves_at_once", "compute_halves_in_turn"]
 
 # Wrappers of others of these kinds see the calls of a step.
 SEEN_BY = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+# So do callbacks of these kinds.
+CALLED = (CallbacksMP.ON_PREPARE_STATE, CallbacksMP.ON_APPLY_HOOKS)
 # What of core's options for a model are functions of others that see them, too.
 FUNCTIONS = ("model_function_wrapper", "sampler_calc_cond_batch_function")
 
@@ -42,8 +47,10 @@ def calc_at_once(
     if hosted is None or not hosted.is_split:
         return executor(model, conds, x_in, timestep, model_options)
     refuse_clones(hosted, model_options)
-    off = why_off([cond for cond in conds if cond is not None], model_options) or hosted.why_one_by_one()
-    hosted.note_micro_batches(off)
+    off = why_off(model, conds, x_in, model_options) or hosted.why_one_by_one()
+    sampling = model_options.get("transformer_options", {}).get("sample_sigmas")
+    if not off or sum(cond is not None for cond in conds) > 1 or not hosted.was_at_once_in(sampling):
+        hosted.note_micro_batches(off, sampling)  # else one more call of a guided step, as of perturbed attention
     if off:
         return executor(model, conds, x_in, timestep, model_options)
     return calc_alone(hosted.run_micro_batches, executor, model, conds, x_in, timestep, model_options)
@@ -58,15 +65,24 @@ def calc_alone(
     timestep: Any,
     model_options: Mapping[str, Any],
 ) -> list[torch.Tensor]:
-    """Return what each conditioning gives alone; ``run`` makes the calls, and returns what they return."""
+    """Return what each conditioning, or each half of the only one, gives alone.
 
-    def compute(index: int) -> torch.Tensor:
-        alone = [cond if place == index else None for place, cond in enumerate(conds)]
-        computed: torch.Tensor = executor(model, alone, x_in, timestep, model_options)[index]
+    Args:
+        run: makes the calls, and returns what they return.
+    """
+
+    def compute(index: int, cond: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        alone = [cond if place == index else None for place in range(len(conds))]
+        computed: torch.Tensor = executor(model, alone, x, t, model_options)[index]
         return computed
 
     given = [index for index, cond in enumerate(conds) if cond is not None]
-    by_index = dict(zip(given, run([partial(compute, index) for index in given]), strict=True))
+    if len(given) == 1 and not why_not_halved(conds[given[0]], len(x_in), model_options):
+        parts = parts_of(conds[given[0]], x_in, timestep)
+        computed = [torch.cat(run([partial(compute, given[0], *part) for part in parts]))]
+    else:
+        computed = run([partial(compute, index, conds[index], x_in, timestep) for index in given])
+    by_index = dict(zip(given, computed, strict=True))
     return [by_index[index] if index in by_index else torch.zeros_like(x_in) for index in range(len(conds))]
 
 
@@ -89,18 +105,43 @@ def refuse_clones(hosted: Hosted, model_options: Mapping[str, Any]) -> None:
         )
 
 
-def why_off(conds: Sequence[Any], model_options: Mapping[str, Any]) -> str:
-    """Return why the conditionings of a step cannot be micro-batches; empty where they can."""
-    if len(conds) < 2:
-        return "a step has one conditioning"
-    if any(entry.get("hooks") is not None for cond in conds for entry in cond):
+def why_off(model: Any, conds: Sequence[Any], x_in: torch.Tensor, model_options: Mapping[str, Any]) -> str:
+    """Return why neither the conditionings of a step nor its pictures can be micro-batches; empty where they can."""
+    given = [cond for cond in conds if cond is not None]
+    entries = [entry for cond in given for entry in cond]
+    if any(entry.get("hooks") is not None for entry in entries):
         return "conditionings have hooks that change weights"
     for kind in SEEN_BY:
         if any(not is_ours(wrapper) for wrapper in get_all_wrappers(kind, model_options, is_model_options=True)):
             return f"another node wraps {kind}"
     if any(name in model_options for name in FUNCTIONS):
         return "another node wraps the model's calls"
-    return ""
+    if len(given) < 2 and (why := "".join(why_not_halved(cond, len(x_in), model_options) for cond in given)):
+        return why
+    return find_others(model, entries, model_options.get("transformer_options", {}))
+
+
+def find_others(model: Any, entries: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return what code of other packs the blocks call, or is called between the calls of a step; empty without any."""
+    patcher = model.current_patcher
+    if any(patcher.injections.values()):
+        return "another node injects modules"
+    if find_stranger([patcher.callbacks.get(kind) for kind in CALLED]) is not None:
+        return "another node is called in each step"
+    stranger = find_stranger([value for name, value in options.items() if name not in ("wrappers", "callbacks")])
+    if stranger is not None:
+        return f"another node patches it with {stranger}"
+    stranger = find_stranger([[*chain_of(entry.get("control")), entry.get("gligen")] for entry in entries])
+    if stranger is not None:
+        return f"another node guides it with {stranger}"
+    return find_in_module(model.diffusion_model) or ""
+
+
+def chain_of(control: Any) -> Iterator[Any]:
+    """Yield a ControlNet and those before it."""
+    while control is not None:
+        yield control
+        control = getattr(control, "previous_controlnet", None)
 
 
 def is_ours(wrapper: Any) -> bool:

@@ -8,31 +8,19 @@ by the one function that core has for step caches. The host's own exception then
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-import sys
 from collections.abc import Iterable, Mapping
-from types import MethodType
 from typing import Any
 
-import comfy
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 
-from ...memory.hosted_component import has_hooks_of_others, repeat_if_short
+from ...memory.hosted_component import repeat_if_short
 from .guides import KEY
-from .hosted import Hosted
+from .strangers import PATCHES, find_in_module, find_stranger
 
 __all__ = ["repeat_calls", "why_not_repeated"]
-
-CORES_FOLDER = os.path.join(os.path.dirname(os.path.abspath(next(iter(comfy.__path__)))), "")
-CORES_PARTS = ("comfy", "comfy_extras", "comfy_api", "comfy_execution")
-LIBRARIES = frozenset(("builtins", "torch", "uuid", "collections", "functools", "enum", "numpy", "einops"))
-# What of core's options for a model are functions or objects of others that its blocks call.
-PATCHES = ("patches", "patches_replace", "optimized_attention_override", "model_patches")
-MAX_DEPTH = 6
 
 
 def repeat_calls(patcher: ModelPatcher) -> None:
@@ -66,14 +54,9 @@ def why_not_repeated(root: torch.nn.Module, module: torch.nn.Module, given: Any)
     patcher = getattr(root, "current_patcher", None)
     if patcher is not None and "model_function_wrapper" in patcher.model_options:
         return "another node wraps its calls"
-    if has_hooks_of_others(module):
-        return "another node has hooks on its layers"
-    for part in module.modules():
-        replaced = [name for name, value in vars(part).items() if callable(value) and hasattr(type(part), name)]
-        if replaced:
-            return f"another node has replaced {type(part).__name__}.{replaced[0]}"
-        if part._modules and not is_cores(type(part)):
-            return f"its {type(part).__name__} is not ComfyUI's own"
+    others = find_in_module(module)
+    if others is not None:
+        return others
     for options in options_in(given):
         stranger = find_stranger([options[name] for name in PATCHES if name in options])
         if stranger is not None:
@@ -86,28 +69,3 @@ def options_in(given: tuple[Iterable[Any], Mapping[str, Any]]) -> list[Mapping[s
     args, kwargs = given
     found = [value for value in args if isinstance(value, dict)]
     return [*found, *(value for name, value in kwargs.items() if name == "transformer_options")]
-
-
-def find_stranger(value: Any, depth: int = 0) -> str | None:
-    """Return the name of a function or object in nested containers that is neither core's nor a library's."""
-    if depth > MAX_DEPTH or isinstance(value, torch.Tensor | Hosted):
-        return None
-    if isinstance(value, dict | list | tuple | set):
-        inside = value.values() if isinstance(value, dict) else value
-        return next((found for part in inside if (found := find_stranger(part, depth + 1)) is not None), None)
-    if isinstance(value, functools.partial):
-        return find_stranger([value.func, value.args, value.keywords], depth + 1)
-    if isinstance(value, MethodType):
-        return find_stranger(value.__self__, depth + 1)
-    kind = value if hasattr(value, "__module__") and hasattr(value, "__qualname__") else type(value)
-    return None if is_cores(kind) else str(kind.__qualname__)
-
-
-def is_cores(kind: Any) -> bool:
-    """Whether a class or function is core's, of a library that keeps nothing between calls, or ours."""
-    name = str(kind.__module__)
-    if name.partition(".")[0] in LIBRARIES or name.startswith(__name__.rpartition(".")[0]):
-        return True
-    file = os.path.abspath(getattr(sys.modules.get(name), "__file__", None) or "")
-    inside = os.path.relpath(file, CORES_FOLDER) if file.startswith(CORES_FOLDER) else ""
-    return inside.partition(os.sep)[0] in CORES_PARTS

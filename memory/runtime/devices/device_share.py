@@ -19,6 +19,7 @@ from ..blocks.bundle import Bundle
 from ..blocks.staging import StagingSlot
 from ..blocks.weight_group import WeightGroup
 from ..changes.forward_writes import keep_writes
+from .decode_scratch import DecodeScratch
 from .early_copies import EarlyCopies, EarlyCopy
 from .ledger import Kind, Ledger
 from .loading_tags import LoadingTags
@@ -61,8 +62,8 @@ class DeviceShare:
         self.widens_whole = widens_whole
         self.widened: set[int] = set()
         """The blocks whose wide weights are in the scratch until the pass ends; empty where one block takes turns."""
-        self.parts_of_scratch: dict[int, torch.Tensor] = {}
-        """Where each block's wide weights lie, where they stay."""
+        self.scratch: DecodeScratch | None = None
+        """Where encoded weights are decoded; None while nothing is."""
         self.host_replaces = host_replaces
         self.device = device
         self.fixed = fixed
@@ -153,7 +154,7 @@ class DeviceShare:
     def load_now(self, plan: DevicePlan) -> int:
         try:
             self.drop_blocks(number for number, group in self.blocks.items() if number not in plan.resident)
-            self.fit_scratch(plan.scratch_bytes)
+            self.fit_scratch(plan)
             if self.copies is None:
                 return 0
             self.early.drop_others(self.resident_groups(plan))
@@ -268,12 +269,20 @@ class DeviceShare:
         bundles = [self.fixed, *(self.blocks[number] for number in sorted(plan.resident))]
         return [group for bundle in bundles for group in bundle.groups]
 
-    def fit_scratch(self, num_bytes: int) -> None:
+    def fit_scratch(self, plan: DevicePlan) -> None:
         have = self.memory.held_scratch().get(self.device.name, 0)
-        if have != num_bytes:
-            self.free_scratch()
-            if num_bytes:
-                self.memory.allocate_scratch(num_bytes)
+        if have == plan.scratch_bytes and (self.scratch is None or self.scratch.num_parts == plan.decodes):
+            return
+        self.free_scratch()
+        if not plan.scratch_bytes:
+            return
+        self.memory.allocate_scratch(plan.scratch_bytes)
+        assert self.memory.scratch is not None
+        places = None
+        if self.widens_whole:
+            blocks = self.blocks.items()
+            places = {number: sum(group.layout.wide.slab_bytes for group in bundle.groups) for number, bundle in blocks}
+        self.scratch = DecodeScratch(self.memory.scratch, self.copies, places=places, num_parts=plan.decodes)
 
     def fit_staging(self, plan: DevicePlan) -> None:
         if not self.memory.has_staging(plan):
@@ -354,22 +363,11 @@ class DeviceShare:
             self.forget_views()
             self.memory.free_staging()
 
-    def scratch_of(self, number: int) -> torch.Tensor | None:
-        """Return where a block's weights are widened: a part of its own where they stay, else all of it."""
-        scratch = self.memory.scratch
-        if scratch is None or not self.widens_whole:
-            return scratch
-        if not self.parts_of_scratch:
-            sizes = [sum(group.layout.wide.slab_bytes for group in bundle.groups) for bundle in self.blocks.values()]
-            parts = torch.split(scratch[: sum(sizes)], sizes)
-            self.parts_of_scratch = dict(zip(self.blocks, parts, strict=True))
-        return self.parts_of_scratch[number]
-
     def free_scratch(self) -> None:
         if self.memory.scratch is not None:
             self.forget_views()
             self.widened.clear()
-            self.parts_of_scratch = {}
+            self.scratch = None
             self.memory.free_scratch()
 
     def forget_views(self) -> None:
@@ -378,11 +376,12 @@ class DeviceShare:
 
     # -- computing
 
-    def begin_pass(self, *, is_timed: bool, beside: bool = False) -> None:
+    def begin_pass(self, *, is_timed: bool, beside: bool = False, micro_batch: int | None = None) -> None:
         """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading.
 
         Args:
             beside: it computes beside the last one (`CopyStream.begin_pass`).
+            micro_batch: the number of the micro-batch that it belongs to.
         """
         self.recover()
         self.trace = []
@@ -391,6 +390,8 @@ class DeviceShare:
             self.times.begin()
         if self.copies is not None:
             self.copies.begin_pass(beside=beside)
+        if self.scratch is not None:
+            self.scratch.begin_pass(micro_batch)
         if self.streamer is not None:
             self.streamer.begin_pass()
 
@@ -407,6 +408,11 @@ class DeviceShare:
     def is_wholly_resident(self) -> bool:
         """Whether every block computes from a copy that stays on this accelerator as it is."""
         return self.copies is not None and self.memory.streamer is None and self.memory.scratch is None
+
+    @property
+    def decodes_one_by_one(self) -> bool:
+        """Whether two micro-batches would decode weights into the same memory."""
+        return self.scratch is not None and not self.scratch.has_room_beside
 
     @property
     def has_run_whole(self) -> bool:
@@ -437,7 +443,8 @@ class DeviceShare:
             )
         self.entered.add(number)
         self.trace.append(number)
-        scratch, is_wide = self.scratch_of(number), number in self.widened
+        scratch = self.scratch.take(number) if self.scratch is not None else None
+        is_wide = number in self.widened
         if bundle.own.copy is not None:
             self.computing[number] = None
             if self.times.watch is not None and self.copies is not None:
@@ -473,6 +480,8 @@ class DeviceShare:
                     refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
                     self.widened.discard(number)  # it rests in its form, which may be another value
                 group.rest()
+        if self.scratch is not None:
+            self.scratch.give_back(number)
         streamer = self.memory.streamer
         if staging_slot is not None and streamer is not None:
             streamer.give_back(staging_slot)

@@ -218,7 +218,8 @@ class Forwards:
             step = self.step_here
             beside = step is not None and step.begin_pass(can_be_beside=not why_one_by_one(self.shares))
             for share in self.shares:
-                share.begin_pass(is_timed=is_timed and step is None, beside=beside)
+                micro_batch = None if step is None else step.streams.number
+                share.begin_pass(is_timed=is_timed and step is None, beside=beside, micro_batch=micro_batch)
 
     # -- micro-batches
 

@@ -93,8 +93,10 @@ def why_one_by_one(shares: Sequence[DeviceShare]) -> str:
         return "it computes on one device"
     if any(share.streamer is not None for share in shares):
         return "blocks stream, and a second call would fetch them once more"
-    if any(share.memory.scratch is not None for share in shares):
-        return "weights are decoded into one scratch memory"
+    if any(share.copies is None for share in shares):
+        return "some blocks compute on the CPU"
+    if any(share.decodes_one_by_one for share in shares):
+        return "weights are decoded into one scratch memory: a placement with groups, such as gpu:0&gpu:1/auto, has two"
     if torch.is_grad_enabled():
         return "gradients are recorded"
     return ""

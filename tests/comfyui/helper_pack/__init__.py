@@ -30,6 +30,7 @@ from .deeds import TestDeeds
 from .gguf_like import TestGGUFModel, TestGGUFText
 from .lifeline import end_with_standard_input
 from .nunchaku_like import TestNunchakuModel
+from .other_packs import TestAlongside, TestGuide, TestItemHalves, TestPerPicture
 from .recording import TestRecord, TestRecordControl, TestRecorded
 
 end_with_standard_input()
@@ -645,6 +646,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "frame_cache" / "__init
 
 NODE_CLASS_MAPPINGS = {
     **runpy.run_path(str(EXAMPLE))["NODE_CLASS_MAPPINGS"],
+    "TestAlongside": TestAlongside,
     "TestConditioning": TestConditioning,
     "TestDeeds": TestDeeds,
     "TestFlip": TestFlip,
@@ -652,12 +654,15 @@ NODE_CLASS_MAPPINGS = {
     "TestFree": TestFree,
     "TestGGUFModel": TestGGUFModel,
     "TestGGUFText": TestGGUFText,
+    "TestGuide": TestGuide,
     "TestHalves": TestHalves,
     "TestHold": TestHold,
+    "TestItemHalves": TestItemHalves,
     "TestKeep": TestKeep,
     "TestNunchakuModel": TestNunchakuModel,
     "TestOccupy": TestOccupy,
     "TestOutlive": TestOutlive,
+    "TestPerPicture": TestPerPicture,
     "TestRecord": TestRecord,
     "TestRecordControl": TestRecordControl,
     "TestRecorded": TestRecorded,

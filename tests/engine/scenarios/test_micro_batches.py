@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import InvalidInput, Managed, MemoryManager, manage
+from highwater.memory.options.precision import Precision
 
 DIM = 32
 SPLIT = "gpu:0&gpu:1/4"
@@ -54,8 +55,10 @@ def is_closed(managed: Managed) -> bool:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("placement", ["gpu:0&gpu:1", SPLIT, "gpu:1&gpu:0/auto", "gpu:0&gpu:1&gpu:2/6"])
-@pytest.mark.parametrize("num_calls", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("placement", "num_calls"),
+    [("gpu:0&gpu:1", 1), ("gpu:0&gpu:1", 3), (SPLIT, 5), ("gpu:1&gpu:0/auto", 2), ("gpu:0&gpu:1&gpu:2/6", 3)],
+)
 def test_results_are_those_of_one_after_the_other(
     machine, toys, placement: str, num_calls: int, mode: Callable[[], Any]
 ) -> None:
@@ -196,8 +199,7 @@ def test_what_all_calls_take_is_copied_once(machine, sim) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("number", [0, 3, 7])
+@pytest.mark.parametrize(("failing", "number"), [(0, 0), (1, 3), (2, 7), (0, 7)])
 def test_a_call_that_fails_leaves_all_as_it_was(
     machine, toys, failing: int, number: int, error: type[BaseException]
 ) -> None:
@@ -232,7 +234,7 @@ def test_a_call_that_fails_leaves_all_as_it_was(
     [
         ({"placement": "gpu:0"}, "it computes on one device"),
         ({"placement": SPLIT, "profile": "gpu:0=0.05MiB,gpu:1=0.05MiB"}, "blocks stream"),
-        ({"placement": SPLIT, "precision": "fp8 scaled"}, "weights are decoded into one scratch memory"),
+        ({"placement": "gpu:0&gpu:1", "precision": "fp8 scaled"}, "weights are decoded into one scratch memory"),
     ],
 )
 def test_calls_are_made_one_by_one_where_nothing_can_overlap(machine, toys, choices: dict[str, str], why: str) -> None:
@@ -283,32 +285,37 @@ def test_an_unknown_component_is_refused(machine, toys) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     groups=st.sampled_from(["", "/auto", "/2", "/3", "/5", "/8"]),
+    form=st.sampled_from([("as stored", "block"), ("fp8 scaled", "block"), ("fp8 scaled", "component")]),
     skipped=st.lists(st.sets(st.integers(0, 7), max_size=4), min_size=2, max_size=4),
     repeated=st.sets(st.integers(0, 7), max_size=2),
 )
 def test_any_calls_of_any_blocks_are_ordered(
-    sim, toys, groups: str, skipped: list[set[int]], repeated: set[int]
+    sim, toys, groups: str, form: tuple[str, str], skipped: list[set[int]], repeated: set[int]
 ) -> None:
-    """Each call skips other blocks, and some blocks run twice."""
-    net = toys.build_net(dim=DIM)
+    """Each call skips other blocks, and some blocks run twice: what one decodes, no other one decodes over."""
+    net = toys.build_net(dim=DIM, dtype=torch.bfloat16)
     with sim.cluster([sim.SimDeviceSpec(total_bytes=8 << 20)] * 2), torch.no_grad():
         manager = MemoryManager()
         manager.set_watermark("*", 0, 0)
         manager.set_watermark("host", 0, 0)
-        x = inputs(len(skipped))
+        x = [each.bfloat16() for each in inputs(len(skipped))]
 
         def call(number: int) -> torch.Tensor:
             net.skip, net.repeat = frozenset(skipped[number]), frozenset(repeated)
             return net(x[number])
 
+        precision = Precision(form[0], granularity=form[1])
         try:
-            with manage(net, placement=f"gpu:0&gpu:1{groups}", manager=manager) as managed:
+            with manage(net, placement=f"gpu:0&gpu:1{groups}", precision=precision, manager=manager) as managed:
                 want = [call(number) for number in range(len(x))]
                 got = managed.run_micro_batches([lambda number=number: call(number) for number in range(len(x))])
+                has_one_scratch = form == ("fp8 scaled", "block") and not groups
+                assert bool(managed.members[0].managed.why_one_by_one()) == has_one_scratch
                 assert all(map(torch.equal, got, want))
         finally:
             net.skip = net.repeat = frozenset()
             manager.release_all()
+        assert sim.races() == []
         clear(x, want, got)
 
 
