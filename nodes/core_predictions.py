@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..memory.errors import InvalidInput
+from ..memory.planner.tiles import TileChoice, Tiles, choose_tiles
 from .workflow_plans import PlannedCall, Prediction
 from .workflow_reading.description import PIPELINE, Call
 
 if TYPE_CHECKING:
-    from .host.core_needs import CodingNeeds, SamplingNeeds
+    from ..memory.planner.run import BlockTimes
+    from .host.core_needs import CodingNeeds, SamplingNeeds, TiledNeeds
     from .workflow_reading.description import Size, WorkflowUse
 
 __all__ = ["CorePredictor"]
+
+
+class CoreTiling:
+    """The tiles in which a VAE of ours decodes or encodes by core's functions; `Tiling` of the planner.
+
+    How long that takes core does not say.
+    """
+
+    def __init__(self, needs: TiledNeeds) -> None:
+        self.needs = needs
+
+    def choose(self, left_bytes: int) -> TileChoice | None:
+        """Return the tiles; core makes some memory free for computing in any case, so they may take that."""
+        return choose_tiles(self.needs.size, self.needs.num_bytes, max(left_bytes, self.needs.least_bytes))
+
+    def num_forwards(self, tiles: Tiles) -> int:
+        return self.needs.times_cut * tiles.count(self.needs.size)
+
+    def work(self, tiles: Tiles) -> float:
+        return self.needs.times_cut * tiles.work(self.needs.size)
+
+    def times(self, tiles: Tiles) -> Mapping[str, BlockTimes]:
+        return {}
 
 
 class CorePredictor:
@@ -65,6 +91,9 @@ class CorePredictor:
         tile = use.tiling.tile_size if use.tiling is not None else None
         frames = use.tiling.temporal_size or None if use.tiling is not None else None
         count = needs.decode_bytes if use.call is Call.DECODE else needs.encode_bytes
+        tiles = needs.decode_tiles if use.call is Call.DECODE else needs.encode_tiles
+        tiled = tiles(size.width, size.height, size.frames)
         return Prediction(
-            activation_bytes=count(size.width, size.height, size.frames, tile_size=tile, tile_frames=frames)
+            activation_bytes=count(size.width, size.height, size.frames, tile_size=tile, tile_frames=frames),
+            tiling=CoreTiling(tiled) if tiled is not None else None,
         )

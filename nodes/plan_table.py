@@ -101,7 +101,9 @@ def activations_text(use: UsePlan) -> str:
     if use.use.activation_bytes is None:
         return UNKNOWN
     whole = format_bytes(use.use.activation_bytes)
-    return whole if use.in_tiles is None else f"in tiles of at most {format_bytes(use.in_tiles)}; whole {whole}"
+    if use.in_tiles is None:
+        return whole
+    return f"{format_bytes(use.in_tiles.tile_bytes)} in tiles of {use.in_tiles.tiles.text()}; whole {whole}"
 
 
 def seconds_text(seconds: float | None) -> str:

@@ -25,6 +25,7 @@ from .device_store import StoreRoom, store_room
 from .run import Use
 from .run_plan import copy_rate, first_and_further, num_hops
 from .sizes import Sizes
+from .tiles import Tiles
 
 __all__ = ["Part", "choose_devices"]
 
@@ -335,15 +336,20 @@ def rank_of(chosen: Mapping[str, Choice]) -> tuple[int, int]:
 def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine) -> float:
     """Return what a repeated run takes at least, in seconds; assumed link speeds where they are not known."""
     shares = {name: choice.shares for name, choice in chosen.items()}
-    passes = [chosen[use.component].pass_s(use, machine) for use in uses]
-    run = first_and_further(shares, uses, machine, pass_s=dict(enumerate(passes)))
+
+    def pass_s(number: int, tiles: Tiles | None) -> float:
+        use = uses[number]
+        times = use.tiling.work(tiles) if tiles is not None and use.tiling is not None else 1.0
+        return times * chosen[use.component].pass_s(use, machine)
+
+    run = first_and_further(shares, uses, machine, pass_s=pass_s)
     seconds = 0.0
     for device in run.devices:
         # Activations may take what the watermark keeps free of weights.
         left = run.remaining_bytes(device) + machine.device(device).kept_free_bytes
         seconds += max(0, -left) * OVERFULL_S
-    for use, pass_s in zip(run.uses, passes, strict=True):
-        seconds += use.use.num_passes * pass_s
+    for use in run.uses:
+        seconds += use.use.num_passes * (use.pass_s or 0.0)
         seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())
     return seconds
 

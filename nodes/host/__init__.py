@@ -11,7 +11,7 @@ __all__, __getattr__ = lazy_names(
         "waiting_queue": ["QueuedPrompt", "WaitingQueue", "read_queue"],
         "hosted": ["Request", "patcher_of"],
         "adopting": ["notes_for"],
-        "core_needs": ["CodingNeeds", "SamplingNeeds", "coding_needs", "sampling_needs"],
+        "core_needs": ["CodingNeeds", "SamplingNeeds", "TiledNeeds", "coding_needs", "sampling_needs"],
         "dynamic_models": ["attach_to_core"],
         "loading": [
             "load_checkpoint",

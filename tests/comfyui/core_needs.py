@@ -22,6 +22,7 @@ import torch  # noqa: E402
 spec = importlib.util.spec_from_file_location("highwater", Path(pack, "__init__.py"), submodule_search_locations=[pack])
 sys.modules["highwater"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["highwater"])
+from highwater.memory.planner.tiles import Tiles  # noqa: E402
 from highwater.nodes.host.core_needs import coding_needs, sampling_needs  # noqa: E402
 
 warnings.simplefilter("error", UserWarning)
@@ -59,6 +60,18 @@ def coding(file: str) -> None:
         add(file, "encode", int(loaded.memory_used_encode(pixels, loaded.vae_dtype)), told.encode_bytes(width, height))
         tile = int(loaded.memory_used_decode((1, loaded.latent_channels, 32, 32), loaded.vae_dtype))
         add(file, "tile", tile, told.decode_bytes(width, height, tile_size=256))
+        squares = Tiles(pixels=256, overlap_pixels=64)
+        for what, tiling, used, unit in (
+            ("decode", told.decode_tiles(width, height), loaded.memory_used_decode, 8),
+            ("encode", told.encode_tiles(width, height), loaded.memory_used_encode, 1),
+        ):
+            channels = loaded.latent_channels if what == "decode" else 3
+            cuts = [(256, 256), (128, 512), (512, 128)]
+            tile = max(
+                int(used((1, channels, min(h, height) // unit, min(w, width) // unit), loaded.vae_dtype))
+                for h, w in cuts
+            )
+            add(file, f"{what} in tiles", tile, tiling.num_bytes(squares))
 
 
 def add(file: str, what: object, expected: int, told: int) -> None:
