@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..memory.errors import InvalidInput
 from ..memory.manager.watermark import default_host_watermark, default_watermark, unlearned_bytes
 from ..memory.options.placement import INTEGER, WORD, Scanner, canonical_device, names_device
-from ..memory.planner.plan import DeviceCapacity, Machine
+from ..memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from ..memory.transfer.devices import HostMemory
 from ..memory.transfer.pinned_memory import pin_limit_bytes
 from ..memory.units import GIB, format_bytes, parse_bytes
@@ -39,6 +39,10 @@ class DescribedDevice:
     total_bytes: int
     link_bytes_per_s: int = DEFAULT_LINK_BYTES_PER_S
     flops_per_s: float | None = None
+
+    def speed_from(self, other: DescribedDevice) -> int:
+        """Return how fast copies from another device are, in bytes per second: as the slower link of the two."""
+        return min(self.link_bytes_per_s, other.link_bytes_per_s)
 
     def __str__(self) -> str:
         computes = f"@{self.flops_per_s / 1e12:g}TFLOPS" if self.flops_per_s else ""
@@ -88,10 +92,24 @@ class Hardware:
                     link_bytes_per_s=device.link_bytes_per_s,
                     unlearned_bytes=unlearned_bytes(device.total_bytes),
                     speed=device.flops_per_s,
+                    peers=tuple(
+                        PeerLink(device=other.name, is_direct=True, bytes_per_s=device.speed_from(other))
+                        for other in self.devices
+                        if other != device
+                    ),
                 )
             )
         kept = default_host_watermark(self.host_bytes).low_bytes
         return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes, host_kept_bytes=kept)
+
+    @property
+    def links(self) -> dict[tuple[str, str], float]:
+        """How fast copies to each device are, from each other one and, without a name, from page-locked memory."""
+        found: dict[tuple[str, str], float] = {}
+        for device in self.devices:
+            found[device.name, ""] = device.link_bytes_per_s
+            found |= {(device.name, other.name): device.speed_from(other) for other in self.devices if other != device}
+        return found
 
     @property
     def rates(self) -> dict[str, DeviceRates]:

@@ -280,6 +280,9 @@ def test_blocks_stream_from_another_gpu_where_that_is_faster_than_from_ram():
     stored = ask(MODEL, on=with_peer(on, 5 * LINK), uses=[used])
     assert stored["transformer"].store == "gpu:1" and devices_of(stored, "transformer") == ["gpu:0"]
     assert "faster than from RAM" in stored.text()
+    # Of ways that are as fast, that which leaves RAM free.
+    stored = ask(MODEL, on=with_peer(on, LINK), uses=[used])
+    assert stored["transformer"].store == "gpu:1" and "as fast as from RAM" in stored.text()
     for speed in (None, LINK / 2):
         assert ask(MODEL, on=with_peer(on, speed), uses=[used])["transformer"].store == ""
 
