@@ -66,7 +66,8 @@ def sample(host: HostProcess, loaders: Loaders, name: str, form: str, with_lora:
     graph = Graph()
     model = loaders.diffusion_model(graph, f"{name}_{form}.safetensors" if form else SOURCES[name])
     if name == "wan":
-        positive, negative = (graph.conditioning(seed, width=4096) for seed in (1, 2))
+        # Of two lengths, so that core does not batch them either: activations in eight bits share a scale.
+        positive, negative = (graph.conditioning(seed, num_tokens=8 + seed, width=4096) for seed in (1, 2))
         latent = graph.add("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
         graph.keep(graph.sampler(model, positive, negative, latent, cfg=3.0))
     else:
