@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..memory.errors import InvalidInput
 from ..memory.planner.run import BlockTimes
+from ..memory.planner.tiles import TileChoice, Tiles, choose_tiles
 from .lora_headers import LoraChanges, changes_by_names, weights_by_path
 from .pipeline_predictions import times_of
 from .workflow_plans import PlannedCall, Prediction, usual_passes
@@ -21,13 +22,36 @@ if TYPE_CHECKING:
     from ..memory.tracing import Trace
     from ..memory.weights.component import Component
     from .described_hardware import DeviceRates
-    from .host.core_needs import CodingNeeds, SamplingNeeds
+    from .host.core_needs import CodingNeeds, SamplingNeeds, TiledNeeds
     from .host.core_traces import CoreCall, Prompted
     from .workflow_reading.description import Size
 
 __all__ = ["CorePredictor"]
 
 Made = TypeVar("Made")
+
+
+class CoreTiling:
+    """The tiles in which a VAE of ours decodes or encodes by core's functions; `Tiling` of the planner.
+
+    How long that takes core does not say.
+    """
+
+    def __init__(self, needs: TiledNeeds) -> None:
+        self.needs = needs
+
+    def choose(self, left_bytes: int) -> TileChoice | None:
+        """Return the tiles; core makes some memory free for computing in any case, so they may take that."""
+        return choose_tiles(self.needs.size, self.needs.num_bytes, max(left_bytes, self.needs.least_bytes))
+
+    def num_forwards(self, tiles: Tiles) -> int:
+        return self.needs.times_cut * tiles.count(self.needs.size)
+
+    def work(self, tiles: Tiles) -> float:
+        return self.needs.times_cut * tiles.work(self.needs.size)
+
+    def times(self, tiles: Tiles) -> Mapping[str, BlockTimes]:
+        return {}
 
 
 class CorePredictor:
@@ -115,6 +139,8 @@ class CorePredictor:
         frames = use.tiling.temporal_size or None if use.tiling is not None else None
         decodes = use.call is Call.DECODE
         count = needs.decode_bytes if decodes else needs.encode_bytes
+        choose = needs.decode_tiles if decodes else needs.encode_tiles
+        tiled = choose(size.width, size.height, size.frames)
         trace, model = None, needs.vae.first_stage_model
         if use.tiling is None:  # how many tiles there are, and how large each is, core decides
             edges = size.width, size.height, size.frames, size.batch
@@ -122,6 +148,7 @@ class CorePredictor:
         return Prediction(
             activation_bytes=count(size.width, size.height, size.frames, tile_size=tile, tile_frames=frames),
             times=self.times(trace, call.component, model),
+            tiling=CoreTiling(tiled) if tiled is not None else None,
         )
 
     # -- traces

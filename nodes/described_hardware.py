@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..memory.errors import InvalidInput
 from ..memory.manager.watermark import default_host_watermark, default_watermark, unlearned_bytes
 from ..memory.options.placement import INTEGER, WORD, Scanner, canonical_device, names_device
-from ..memory.planner.plan import DeviceCapacity, Machine
+from ..memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from ..memory.transfer.devices import HostMemory
 from ..memory.transfer.pinned_memory import pin_limit_bytes
 from ..memory.units import GIB, format_bytes, parse_bytes
@@ -44,6 +44,11 @@ class DescribedDevice:
     def simulated_link_bytes_per_s(self) -> int:
         """How fast the host reaches the device where it is simulated: as said, else as a usual one."""
         return self.link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S
+
+    def speed_from(self, other: DescribedDevice) -> int | None:
+        """Return how fast copies from another device are, as the slower link of the two; None where one is not said."""
+        speeds = [speed for speed in (self.link_bytes_per_s, other.link_bytes_per_s) if speed is not None]
+        return min(speeds) if len(speeds) == 2 else None
 
     def __str__(self) -> str:
         computes = f"@{self.flops_per_s / 1e12:g}TFLOPS" if self.flops_per_s else ""
@@ -94,10 +99,27 @@ class Hardware:
                     link_bytes_per_s=device.link_bytes_per_s,
                     unlearned_bytes=unlearned_bytes(device.total_bytes),
                     speed=device.flops_per_s,
+                    peers=tuple(
+                        PeerLink(device=other.name, is_direct=True, bytes_per_s=device.speed_from(other))
+                        for other in self.devices
+                        if other != device
+                    ),
                 )
             )
         kept = default_host_watermark(self.host_bytes).low_bytes
         return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes, host_kept_bytes=kept)
+
+    @property
+    def links(self) -> dict[tuple[str, str], float]:
+        """How fast copies to each device are, from each other one and, without a name, from page-locked memory.
+
+        As far as that was said.
+        """
+        found: dict[tuple[str, str], float | None] = {}
+        for device in self.devices:
+            found[device.name, ""] = device.link_bytes_per_s
+            found |= {(device.name, other.name): device.speed_from(other) for other in self.devices if other != device}
+        return {way: speed for way, speed in found.items() if speed is not None}
 
     @property
     def rates(self) -> dict[str, DeviceRates]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from .workflow_plans import PlannedCall, Prediction, calls_of, use_of
 from .workflow_reading.description import PIPELINE, Call, WorkflowUse
 
 if TYPE_CHECKING:
-    from ..memory.planner.run import BlockTimes, Use
+    from ..memory.planner.run import BlockTimes, Tiling, Use
     from ..memory.tracing import CallTrace, Trace
     from ..memory.weights.component import Component
     from .described_hardware import DeviceRates
@@ -41,6 +41,8 @@ class PipelinePredictor:
     def __init__(self, rates: Mapping[str, DeviceRates], loaded: Any = None) -> None:
         self.rates = rates
         self.loaded = loaded
+        self.described: dict[Path, Any] = {}
+        """Pipelines without weights, by folder."""
         self.traced: dict[tuple[Path, Sampling], Sequence[CallTrace]] = {}
         self.failed: dict[tuple[Path, Sampling], str] = {}
         """Why a size of a pipeline cannot be traced."""
@@ -67,18 +69,42 @@ class PipelinePredictor:
             return None
         num_passes = len(calls) * (max(1, use.steps or 1) if use.call is Call.SAMPLE else 1)
         largest = max(calls, key=lambda call: call.peak_bytes)
+
+        def times(trace: Trace) -> dict[str, BlockTimes]:
+            return {device: times_of(trace, component, rates) for device, rates in self.rates.items()}
+
         return Prediction(
             num_passes=num_passes,
             activation_bytes=largest.peak_bytes,
             held_bytes=largest.held_bytes,
             carried_bytes=largest.trace.carried_bytes,
-            times={device: times_of(largest.trace, component, rates) for device, rates in self.rates.items()},
+            times=times(largest.trace),
+            tiling=self.tiling(folder, largest, times) if largest.method == "decode" else None,
         )
 
     def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
-        from .pipelines.pipeline_traces import trace_folder, trace_pipeline
+        from .pipelines.pipeline_traces import trace_pipeline
 
-        return trace_folder(folder, sampling) if self.loaded is None else trace_pipeline(self.loaded, sampling)
+        return trace_pipeline(self.pipeline(folder), sampling)
+
+    def tiling(
+        self, folder: Path, call: CallTrace, times: Callable[[Trace], Mapping[str, BlockTimes]]
+    ) -> Tiling | None:
+        """Return how the VAE of a pipeline decodes in tiles; only its part ``vae`` does."""
+        from .pipelines.decode_tiling import tiling_of
+
+        vae = self.pipeline(folder).components.get("vae") if call.part == "vae" else None
+        return tiling_of(vae, call.inputs, call.trace.peak_bytes, times) if vae is not None else None
+
+    def pipeline(self, folder: Path) -> Any:
+        """Return the pipeline of a folder, without weights where it is not loaded."""
+        from .pipelines.diffusers_pipelines import load_pipeline
+
+        if self.loaded is not None:
+            return self.loaded
+        if folder not in self.described:
+            self.described[folder] = load_pipeline(folder, without_weights=True)
+        return self.described[folder]
 
 
 def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...], set[Sampling]]:

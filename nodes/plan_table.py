@@ -107,7 +107,9 @@ def activations_text(use: UsePlan) -> str:
     if use.use.activation_bytes is None:
         return UNKNOWN
     whole = format_bytes(use.use.activation_bytes)
-    return whole if use.in_tiles is None else f"in tiles of at most {format_bytes(use.in_tiles)}; whole {whole}"
+    if use.in_tiles is None:
+        return whole
+    return f"{format_bytes(use.in_tiles.tile_bytes)} in tiles of {use.in_tiles.tiles.text()}; whole {whole}"
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -156,11 +158,16 @@ def device_rows(parts: Sequence[ComponentPlan], run: RunPlan | None, machine: Ma
     """Yield each accelerator with what may be taken of it, the most that is, and what remains."""
     for device in machine.accelerators:
         used = [share.device_bytes for part in parts for share in part.shares if share.device == device.name]
+        stored_bytes = sum(part.stored_bytes for part in parts if part.store == device.name)
         room = format_bytes(device.available_bytes)
         if run is not None and device.name in run.devices:
             peak, left = run.peak_bytes(device.name), run.remaining_bytes(device.name)
         elif used:
             peak, left = max(used), device.available_bytes - max(used)
+        elif stored_bytes:
+            left = format_bytes(device.available_bytes - stored_bytes)
+            yield device.name, room, format_bytes(stored_bytes), f"{left}, nothing computes there: it stores"
+            continue
         else:
             yield device.name, room, "-", f"{room}, nothing computes there"
             continue

@@ -24,8 +24,7 @@ from ..memory.options.precision import BY_PROFILE
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Plan
 from ..memory.planner.request import PlanRequest, plan_together
-from ..memory.planner.run import BlockTimes, Use
-from ..memory.planner.tiles import LEAST_PIXELS
+from ..memory.planner.run import BlockTimes, Tiling, Use
 from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .applied_loras import ChangedComponent, apply_loras
 from .device_choices import DEFAULT, missing_devices
@@ -71,6 +70,8 @@ class Prediction:
     carried_bytes: int = 0
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as the rates of devices are known."""
+    tiling: Tiling | None = field(default=None, compare=False)
+    """How a VAE of ours would compute it in tiles; None: in one piece, or as its node says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,7 +347,7 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
         num_passes=predicted.num_passes,
         activation_bytes=predicted.activation_bytes,
         held_bytes=predicted.held_bytes,
-        may_tile=may_tile(call),
+        tiling=predicted.tiling if may_tile(call) else None,
         carried_bytes=predicted.carried_bytes,
         times=predicted.times,
         what=told(call.use),
@@ -354,12 +355,9 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
 
 
 def may_tile(call: PlannedCall) -> bool:
-    """Whether a VAE of ours chooses tiles for a call: of a picture that is larger than the smallest one."""
-    size, use = call.use.size, call.use
-    is_coding = call.component.kind == "vae" and use.call in (Call.DECODE, Call.ENCODE)
-    if not is_coding or size is None or use.tiling is not None or not call.model.is_ours:
-        return False
-    return max(size.width, size.height) > LEAST_PIXELS and (use.call is Call.DECODE or call.model.kind != PIPELINE)
+    """Whether a VAE of ours chooses the tiles of a call, and not its node."""
+    is_coding = call.component.kind == "vae" and call.use.call in (Call.DECODE, Call.ENCODE)
+    return is_coding and call.use.tiling is None and call.model.is_ours
 
 
 def usual_passes(use: WorkflowUse) -> int:

@@ -18,6 +18,7 @@ def simulate(hardware: Hardware) -> None:
     Raises:
         InvalidInput: the simulated devices have to be compiled once, and there is no C++ compiler.
     """
+    from ...memory.transfer.link_speed import state_links
     from ...nodes.pipeline_predictions import know_rates
     from .. import simdevice
 
@@ -39,3 +40,4 @@ def simulate(hardware: Hardware) -> None:
         pinned_bytes=hardware.pinned_bytes,
     )
     know_rates(hardware.rates)
+    state_links(hardware.links)

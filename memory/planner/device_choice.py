@@ -4,7 +4,7 @@
 activations, split over several. What a choice costs is the time of all forwards and of what has to come back to the
 devices in a repeated run ([Note: repeated run] in `run_plan.py`), by bounds that need no schedule. One component after
 the other gets its best choice beside those of the others, until nothing gains. Of choices that are about as fast comes
-first: everything resident, on fewer devices, on the device with most memory available.
+first: everything resident, no streaming from RAM, on fewer devices, on the device with most memory available.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .device_store import StoreRoom, store_room
 from .run import Use
 from .run_plan import copy_rate, first_and_further, num_hops
 from .sizes import Sizes
+from .tiles import Tiles
 
 __all__ = ["Part", "choose_devices"]
 
@@ -142,7 +143,7 @@ def placed(item: PlacementItem, choice: Choice) -> PlacementItem:
 
 
 def stored_elsewhere(choice: Choice, part: Sizes, machine: Machine) -> list[Choice]:
-    """Return the same where what streams comes from another device's free memory, faster than from RAM."""
+    """Return the same where what streams comes from another device's free memory, no slower than from RAM."""
     (share, *others), found = choice.shares, []
     copied = choice.copied_bytes[share.device]
     if others or not copied:
@@ -150,10 +151,16 @@ def stored_elsewhere(choice: Choice, part: Sizes, machine: Machine) -> list[Choi
     for device in machine.chosen_from:
         if device.name != share.device:
             room = store_room(part, machine, share.device, device.name)
-            rate = room.bytes_per_s
-            if rate is not None and room.num_bytes >= copied and rate > copy_rate(machine.device(share.device)):
+            if room.num_bytes >= copied and is_no_slower(room, copy_rate(machine.device(share.device))):
                 found.append(replace(choice, store=room))
     return found
+
+
+def is_no_slower(room: StoreRoom, from_ram: float) -> bool:
+    """Whether a store is known to be as fast as RAM; through RAM, as where cards have no access, that is no gain."""
+    if room.link is None or room.link.bytes_per_s is None:
+        return False
+    return room.link.bytes_per_s > from_ram * (1 - SMALLEST_GAIN if room.link.is_direct else 1)
 
 
 def can_split(component: Component) -> bool:
@@ -327,23 +334,30 @@ def are_apart(chosen: Mapping[str, Choice]) -> bool:
     return not stores or all(split.device not in stores for choice in chosen.values() for split in choice.devices)
 
 
-def rank_of(chosen: Mapping[str, Choice]) -> tuple[int, int]:
-    """Return what decides between choices that are about as fast: how many stream, and on how many devices."""
-    return sum(choice.streams for choice in chosen.values()), sum(len(choice.devices) for choice in chosen.values())
+def rank_of(chosen: Mapping[str, Choice]) -> tuple[int, int, int]:
+    """Return what decides between choices that are about as fast: how many stream, from RAM, and over what devices."""
+    from_ram = sum(choice.streams and choice.store is None for choice in chosen.values())
+    num_devices = sum(len(choice.devices) for choice in chosen.values())
+    return sum(choice.streams for choice in chosen.values()), from_ram, num_devices
 
 
 def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine) -> float:
     """Return what a repeated run takes at least, in seconds; assumed link speeds where they are not known."""
     shares = {name: choice.shares for name, choice in chosen.items()}
-    passes = [chosen[use.component].pass_s(use, machine) for use in uses]
-    run = first_and_further(shares, uses, machine, pass_s=dict(enumerate(passes)))
+
+    def pass_s(number: int, tiles: Tiles | None) -> float:
+        use = uses[number]
+        times = use.tiling.work(tiles) if tiles is not None and use.tiling is not None else 1.0
+        return times * chosen[use.component].pass_s(use, machine)
+
+    run = first_and_further(shares, uses, machine, pass_s=pass_s)
     seconds = 0.0
     for device in run.devices:
         # Activations may take what the watermark keeps free of weights.
         left = run.remaining_bytes(device) + machine.device(device).kept_free_bytes
         seconds += max(0, -left) * OVERFULL_S
-    for use, pass_s in zip(run.uses, passes, strict=True):
-        seconds += use.use.num_passes * pass_s
+    for use in run.uses:
+        seconds += use.use.num_passes * (use.pass_s or 0.0)
         seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())
     return seconds
 
@@ -353,8 +367,10 @@ def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Seque
     choice = chosen[name]
     largest = by_room(machine)[0]
     if choice.store is not None:
-        way = choice.store.way
-        return f"auto: streams from free memory of {choice.store.device}, which is faster than from RAM: {way}"
+        from_ram, way = copy_rate(machine.device(choice.devices[0].device)), choice.store.way
+        is_faster = (choice.store.bytes_per_s or 0.0) > from_ram * (1 + SMALLEST_GAIN)
+        beside_ram = "faster than from RAM" if is_faster else "as fast as from RAM"
+        return f"auto: streams from free memory of {choice.store.device}, which is {beside_ram}: {way}"
     if len(choice.devices) > 1:
         kept = "all of it is resident" if not choice.streams else "less of it streams"
         alone = next((other for other in options[name] if len(other.devices) == 1), None)

@@ -383,7 +383,9 @@ def keep_residents(
         staging_bytes = room_bytes - current.resident_bytes
         if staging_bytes < (prefetch_blocks + 1) * current.streamed_block_bytes:
             return None
-        return place_streamed(work, resident, staging_bytes)
+        found = place_streamed(work, resident, staging_bytes)
+        # The staging memory may come out smaller than it may be: what is left then would hold a block next time.
+        return found if room_bytes - current.resident_bytes - found.staging_bytes < smallest else None
     positions = {number: position for position, number in enumerate(sizes)}
     offsets = tuple({positions[number]: begin for number, begin in here.items()} for here in current.offsets)
     pass_s = pass_seconds(work, resident, current.staging_bytes, offsets)

@@ -17,7 +17,8 @@ from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
 from .run import BlockTimes, Use, largest_activations, usual_uses, with_slack
-from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds
+from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds, tiled_seconds
+from .tiles import Tiles
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
 
@@ -171,9 +172,13 @@ def run_of(
 ) -> RunPlan:
     """Return what a run does with plans ([Note: repeated run] in `run_plan.py`), by the seconds of settled shares."""
     shares = {part.component: part.shares for plan in plans for part in plan.components}
-    passes: dict[int, float | None] = {}
-    for number, use in enumerate(uses):
+
+    def pass_s(number: int, tiles: Tiles | None) -> float | None:
+        use = uses[number]
         of = settled[use.component]
+        if tiles is not None and use.tiling is not None and len(of) == 1:
+            return tiled_seconds(of[0], use.tiling, tiles, machine)
         hop_s = hop_seconds(of, use.carried_bytes, machine)
-        passes[number] = None if hop_s is None else run_seconds(of, use.times, hop_s)
-    return first_and_further(shares, uses, machine, pass_s=passes)
+        return None if hop_s is None else run_seconds(of, use.times, hop_s)
+
+    return first_and_further(shares, uses, machine, pass_s=pass_s)

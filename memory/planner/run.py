@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..weights.component import Component
+from .tiles import TileChoice, Tiles
 
-__all__ = ["KINDS_OF_STEPS", "BlockTimes", "Use", "largest_activations", "usual_uses", "with_slack"]
+__all__ = ["KINDS_OF_STEPS", "BlockTimes", "Tiling", "Use", "largest_activations", "usual_uses", "with_slack"]
 
 # The order in which the parts of a pipeline compute, and how often each does where nothing tells: a sampler's steps.
 USUAL_ORDER = ("text", "vision", "control", "diffusion", "vae")
@@ -35,6 +37,22 @@ class BlockTimes:
         return found
 
 
+class Tiling(Protocol):
+    """How a use is computed in tiles where it does not fit in one piece; made where models are known."""
+
+    def choose(self, left_bytes: int) -> TileChoice | None:
+        """Return the tiles that will be chosen where so much is left of a device; None: in one piece."""
+
+    def num_forwards(self, tiles: Tiles) -> int:
+        """Return how often the blocks run for these tiles."""
+
+    def work(self, tiles: Tiles) -> float:
+        """Return how many times the work of one piece these tiles are, about."""
+
+    def times(self, tiles: Tiles) -> Mapping[str, BlockTimes]:
+        """Return what all of these tiles compute, by device, as far as that is known."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
     """One stretch of a run in which a component computes: so many forwards, one right after the other."""
@@ -48,8 +66,8 @@ class Use:
     """What of these is there as a forward begins: inputs, and results of earlier parts that are needed later."""
     carried_bytes: int = 0
     """What the blocks hand on to each other: it crosses each cut of a split."""
-    may_tile: bool = False
-    """Whether it is computed in tiles where it does not fit beside the model that sampled."""
+    tiling: Tiling | None = field(default=None, compare=False)
+    """How it is computed in tiles where it does not fit beside the model that sampled; None: never."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as they are known."""
     what: str = ""

@@ -11,7 +11,7 @@ leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,12 +19,26 @@ from typing import Any
 from ..units import format_bytes, format_seconds
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
-from .run import KINDS_OF_STEPS, BlockTimes, Use
+from .run import KINDS_OF_STEPS, BlockTimes, Tiling, Use
+from .tiles import TileChoice, Tiles
 
-__all__ = ["RunPlan", "UsePlan", "copy_rate", "first_and_further", "hop_seconds", "num_hops", "run_seconds"]
+__all__ = [
+    "PassSeconds",
+    "RunPlan",
+    "UsePlan",
+    "copy_rate",
+    "first_and_further",
+    "hop_seconds",
+    "num_hops",
+    "run_seconds",
+    "tiled_seconds",
+]
 
 # What a link is assumed to move where it was not measured: only to compare choices, no seconds are shown for it.
 ASSUMED_BYTES_PER_S = 25e9
+
+PassSeconds = Callable[[int, Tiles | None], float | None]
+"""Returns what one forward of a use takes, by its number in the run, in one piece or in tiles; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +53,8 @@ class UsePlan:
     load_s: float | None
     evicted: tuple[tuple[str, str, int], ...] = ()
     """What has to leave for it: component, device, and how many bytes of it."""
-    in_tiles: int | None = None
-    """What is left for it, in which it is computed in tiles; None: in one piece."""
+    in_tiles: TileChoice | None = None
+    """The tiles in which it is computed; None: in one piece."""
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By device, what each component has there while it computes; its own devices alone, its home first."""
 
@@ -59,7 +73,7 @@ class UsePlan:
         """Return what its forwards take of a device beside weights, as far as that is known."""
         if device not in self.held:
             return 0
-        return (self.use.activation_bytes or 0) if self.in_tiles is None else self.in_tiles
+        return (self.use.activation_bytes or 0) if self.in_tiles is None else beside_tiles(self.use, self.in_tiles)
 
     def text(self) -> str:
         """Return the use in one line for people."""
@@ -71,6 +85,8 @@ class UsePlan:
             took = f" in {format_seconds(self.load_s)}" if self.load_s is not None else ""
             parts.append(f"loads {format_bytes(sum(self.loaded.values()))}{took}")
         parts += [f"evicts {format_bytes(num_bytes)} of {name} on {device}" for name, device, num_bytes in self.evicted]
+        if self.in_tiles is not None:
+            parts.append(f"in tiles of {self.in_tiles.tiles.text()}")
         if self.use.activation_bytes is None:
             parts.append("activations unknown")
         return ", ".join(parts)
@@ -81,7 +97,8 @@ class UsePlan:
             "what": self.use.what,
             "num_passes": self.use.num_passes,
             "activation_bytes": self.use.activation_bytes,
-            "in_tiles_bytes": self.in_tiles,
+            "in_tiles_bytes": beside_tiles(self.use, self.in_tiles) if self.in_tiles is not None else None,
+            "tiles": self.in_tiles.tiles.text() if self.in_tiles is not None else None,
             "pass_s": self.pass_s,
             "load_s": self.load_s,
             "loaded_bytes": dict(self.loaded),
@@ -166,6 +183,11 @@ class RunPlan:
         }
 
 
+def beside_tiles(use: Use, choice: TileChoice) -> int:
+    """Return what a use takes of a device beside weights in these tiles, with what is there as it begins."""
+    return use.held_bytes + choice.tile_bytes
+
+
 def total_seconds(uses: Sequence[UsePlan]) -> float | None:
     seconds = [use.seconds for use in uses]
     return None if None in seconds else sum(second for second in seconds if second is not None)
@@ -229,13 +251,12 @@ def first_and_further(
     uses: Sequence[Use],
     machine: Machine,
     *,
-    pass_s: Mapping[int, float | None],
+    pass_s: PassSeconds,
 ) -> RunPlan:
     """Play a run twice: the first time nothing is on the devices, then what the first one left.
 
     Args:
         shares: by component, those of its plan.
-        pass_s: what one forward takes, by the number of the use.
     """
     holdings = Holdings({device.name: device.available_bytes for device in machine.accelerators})
     first = tuple(play(shares, uses, machine, holdings, pass_s))
@@ -248,7 +269,7 @@ def play(
     uses: Sequence[Use],
     machine: Machine,
     holdings: Holdings,
-    pass_s: Mapping[int, float | None],
+    pass_s: PassSeconds,
 ) -> Iterator[UsePlan]:
     kinds = {use.component: use.kind for use in uses}
     for number, use in enumerate(uses):
@@ -259,17 +280,18 @@ def play(
         loaded: dict[str, int] = {}
         evicted: list[tuple[str, str, int]] = []
         load_s: float | None = 0.0
-        in_tiles: int | None = None
+        in_tiles: TileChoice | None = None
         for share in shares[use.component]:
             if share.device == "cpu":
                 continue
             # Of a split each device is taken to need all of it: which part, no trace tells.
             beside_bytes = use.activation_bytes or 0
-            if use.may_tile:
+            # Of a split VAE nothing chooses tiles.
+            if use.tiling is not None and len(shares[use.component]) == 1:
                 steps = [name for name, kind in kinds.items() if kind in KINDS_OF_STEPS]
                 left = holdings.left_beside(share, use.component, steps)
-                if beside_bytes > left:
-                    in_tiles = beside_bytes = max(0, left)
+                in_tiles = use.tiling.choose(left - use.held_bytes)
+                beside_bytes = beside_tiles(use, in_tiles) if in_tiles is not None else beside_bytes
             loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, by_next_use)
             evicted += gone
             if loaded[share.device]:
@@ -277,7 +299,7 @@ def play(
                 load_s = None if rate is None or load_s is None else load_s + loaded[share.device] / rate
         yield UsePlan(
             use=use,
-            pass_s=pass_s[number],
+            pass_s=pass_s(number, in_tiles.tiles if in_tiles is not None else None),
             loaded=loaded,
             load_s=load_s,
             evicted=tuple(evicted),
@@ -289,6 +311,25 @@ def play(
 def copy_rate(device: DeviceCapacity) -> float:
     """Return how fast weights reach a device, in bytes per second: as measured, else an assumed rate."""
     return device.link_bytes_per_s or ASSUMED_BYTES_PER_S
+
+
+def tiled_seconds(share: DevicePlan, tiling: Tiling, tiles: Tiles, machine: Machine) -> float | None:
+    """Return what all tiles of a use take on one device, which copies what streams once for each tile.
+
+    That hides behind computing, or takes longer, but where the staging memory holds no two blocks: then it is added.
+    None where the times of the device, or of copies to it, are not known.
+    """
+    times = tiling.times(tiles).get(share.device)
+    if times is None:
+        return None
+    if not share.streamed:
+        return times.pass_s
+    rate = machine.device(share.device).link_bytes_per_s
+    if rate is None:
+        return None
+    copying_s = tiling.num_forwards(tiles) * share.streamed_bytes / rate
+    overlaps = share.staging_bytes >= 2 * share.streamed_block_bytes
+    return max(times.pass_s, copying_s) if overlaps else times.pass_s + copying_s
 
 
 def run_seconds(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes], hop_s: float) -> float | None:

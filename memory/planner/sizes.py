@@ -165,7 +165,7 @@ class Sizes:
 
     def decoding(self, decodes: int) -> Sizes:
         """Return the sizes of the same component with scratch for so many micro-batches."""
-        return self if decodes == self.decodes else Sizes(self.component, self.forms, decodes=decodes)
+        return self if decodes == self.decodes else Sizes(self.alone, self.forms, decodes=decodes)
 
     def least_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
         """Return the fewest device bytes with which blocks can compute: the largest, what is fixed, the scratch."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from ..errors import InvalidInput, require
 from ..units import align_up, format_bytes
@@ -17,10 +19,10 @@ __all__ = ["LEAST_PIXELS", "TileChoice", "TileCost", "TiledSize", "Tiles", "choo
 
 # What ComfyUI's own widget steps by: sizes between two of these are not worth another try.
 STEP_PIXELS = 32
-# No smaller tile is chosen beforehand: a VAE normalises over what it sees, and small tiles differ in color.
-LEAST_PIXELS = 256
-# Down to this a tile is halved after a real out-of-memory error.
-LAST_PIXELS = 64
+# A VAE normalises over what it sees, and smaller tiles differ in color: chosen only where no larger one fits.
+SMALL_PIXELS = 256
+# Nothing smaller is chosen, nor tried after a real out-of-memory error.
+LEAST_PIXELS = 64
 # A VAE needs some latents around each that it decodes.
 LEAST_LATENTS = 8
 LEAST_FRAME_LATENTS = 2
@@ -91,6 +93,23 @@ class Tiles:
         """Whether one tile is the whole picture."""
         return self.pixels >= max(size.height, size.width) and self.frames >= size.frames
 
+    def count(self, size: TiledSize) -> int:
+        """Return how many tiles a picture is cut into."""
+        return prod(len(lengths) for lengths, _ in self.cuts(size))
+
+    def work(self, size: TiledSize) -> float:
+        """Return how many times the picture all tiles together are: what overlaps is computed more than once."""
+        return prod(sum(lengths) / length for lengths, length in self.cuts(size))
+
+    def cuts(self, size: TiledSize) -> Iterator[tuple[list[int], int]]:
+        """Yield for each side the lengths of the tiles along it, and its own."""
+        for length, tile, overlap in (
+            (size.height, self.pixels, self.overlap_pixels),
+            (size.width, self.pixels, self.overlap_pixels),
+            (size.frames, self.frames, self.overlap_frames),
+        ):
+            yield pieces(length, tile, overlap), length
+
     def text(self) -> str:
         """Return the tiles as text, such as ``512 px, overlap 128``."""
         if not self.overlap_frames:
@@ -112,6 +131,8 @@ class TileChoice:
     tile_bytes: int
     whole_bytes: int
     budget_bytes: int
+    is_small: bool = False
+    """Whether it has too little of a larger picture for what a VAE normalises."""
 
     @property
     def fits(self) -> bool:
@@ -122,6 +143,8 @@ class TileChoice:
         """Return the choice in one line for users."""
         needs, available = format_bytes(self.whole_bytes), format_bytes(max(0, self.budget_bytes))
         line = f"VAE {what} in tiles of {self.tiles.text()}: untiled needs {needs}, {available} available"
+        if self.is_small:
+            line += "; colors may differ between tiles this small"
         if self.fits:
             return line
         return f"{line}; the smallest tile needs {format_bytes(self.tile_bytes)}, so other models make room"
@@ -130,28 +153,36 @@ class TileChoice:
 def choose_tiles(size: TiledSize, cost: TileCost, budget_bytes: int) -> TileChoice | None:
     """Return the largest tiles that fit a number of bytes, or the smallest if none does; None: no tiles are needed.
 
-    Of tiles of equal volume those with more frames come first. A picture that is no larger than the smallest tile is
-    never tiled. Asks for the cost of at most a few thousand tiles.
+    Tiles below 256 pixels come last. Of tiles of equal volume those with more frames come first. A picture that is no
+    larger than the smallest tile is never tiled. Asks for the cost of at most a few thousand tiles.
     """
     whole_bytes = cost(None)
     if whole_bytes <= budget_bytes:
         return None
     found = None
     for tiles in candidates(size):
-        found = TileChoice(tiles=tiles, tile_bytes=cost(tiles), whole_bytes=whole_bytes, budget_bytes=budget_bytes)
+        found = TileChoice(
+            tiles=tiles,
+            tile_bytes=cost(tiles),
+            whole_bytes=whole_bytes,
+            budget_bytes=budget_bytes,
+            is_small=tiles.pixels < min(SMALL_PIXELS, max(size.height, size.width)),
+        )
         if found.fits:
             return found
     return found
 
 
-def candidates(size: TiledSize) -> Iterator[Tiles]:
-    """Yield the tiles that a picture can be cut into, the largest first; neither those that cover it."""
-    step = size.step_pixels
+@lru_cache(maxsize=16)
+def candidates(size: TiledSize) -> tuple[Tiles, ...]:
+    """Return the tiles that a picture can be cut into, in the order in which they are wanted."""
+    step, small = size.step_pixels, size.least_pixels(SMALL_PIXELS)
     least = min(size.least_pixels(LEAST_PIXELS), size.whole_pixels)
     pixels = range(size.whole_pixels, least - 1, -step)
     found = (tiles_of(size, *each) for each in itertools.product(pixels, frame_counts(size)))
     parts = [tiles for tiles in found if not tiles.covers(size)]
-    yield from sorted(parts, key=lambda tiles: (-tiles.volume(size), -tiles.frames, tiles.pixels))
+    order = sorted(parts, key=lambda tiles: (tiles.pixels < small, -tiles.volume(size), -tiles.frames, tiles.pixels))
+    return tuple(order)
 
 
 def frame_counts(size: TiledSize) -> Iterator[int]:
@@ -161,6 +192,13 @@ def frame_counts(size: TiledSize) -> Iterator[int]:
     while latents > LEAST_FRAME_LATENTS:
         latents = max(LEAST_FRAME_LATENTS, -(-latents // 2))
         yield latents * size.frames_per_latent
+
+
+def pieces(length: int, tile: int, overlap: int) -> list[int]:
+    """Return the lengths of the tiles along a side, in order: each begins where the one before has its overlap."""
+    if length <= tile:
+        return [length]
+    return [min(tile, length - begin) for begin in range(0, length - overlap, tile - overlap)]
 
 
 def tiles_of(size: TiledSize, pixels: int, frames: int) -> Tiles:
@@ -180,7 +218,7 @@ def halve_tiles(size: TiledSize, tiles: Tiles | None) -> Tiles | None:
 
     Each is strictly smaller: first the pixels are halved, then the frames.
     """
-    last = size.least_pixels(LAST_PIXELS)
+    last = size.least_pixels(LEAST_PIXELS)
     pixels = min(tiles.pixels, size.whole_pixels) if tiles is not None else size.whole_pixels
     frames = min(tiles.frames, size.whole_frames) if tiles is not None else size.whole_frames
     half = max(last, pixels // 2 // size.step_pixels * size.step_pixels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,8 @@ class CallTrace:
     held_bytes: int
     """What the caller holds on the device as the call begins: the inputs, and results that it needs later."""
     trace: Trace
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    """Shape and dtype of the tensors that it is called with, in order."""
 
     @property
     def peak_bytes(self) -> int:
@@ -74,25 +76,27 @@ class Calls:
         self.recorder = recorder
         self.found: list[CallTrace] = []
         self.running = ""
+        self.inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         self.num_before = self.held_bytes = 0
 
     def follow(self, name: str, twin: nn.Module) -> None:
         """Note each call of a part's twin."""
-        twin.register_forward_pre_hook(lambda *_: self.begin(name, "forward"))
+        twin.register_forward_pre_hook(lambda _module, args: self.begin(name, "forward", args))
         twin.register_forward_hook(lambda _module, _args, output: self.end(name, "forward", output))
         for method in METHODS:
             if callable(getattr(type(twin), method, None)):
                 vars(twin)[method] = partial(self.call, name, method, getattr(twin, method))
 
     def call(self, name: str, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.begin(name, method)
+        self.begin(name, method, args)
         output = function(*args, **kwargs)
         self.end(name, method, output)
         return output
 
-    def begin(self, name: str, method: str) -> None:
+    def begin(self, name: str, method: str, args: Sequence[Any]) -> None:
         if self.running:
             return
+        self.inputs = tuple((tuple(value.shape), value.dtype) for value in args if isinstance(value, torch.Tensor))
         self.running = f"{name}.{method}"
         self.recorder.end_segment("")
         self.num_before, self.held_bytes = len(self.recorder.segments), self.recorder.held_bytes
@@ -103,4 +107,6 @@ class Calls:
         self.running = ""
         self.recorder.end_segment("")
         trace = self.recorder.trace_since(self.num_before, self.held_bytes, tensors_of(output))
-        self.found.append(CallTrace(part=name, method=method, held_bytes=self.held_bytes, trace=trace))
+        self.found.append(
+            CallTrace(part=name, method=method, held_bytes=self.held_bytes, trace=trace, inputs=self.inputs)
+        )

@@ -28,7 +28,7 @@ __all__, __getattr__ = lazy_names(
             "pin_limit_bytes",
             "pinned_used_bytes",
         ],
-        "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in"],
+        "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in", "state_links"],
         "slabs": ["Form", "SlabLayout", "allocate_device"],
         "timing": ["PassTimes", "Stopwatch"],
         "copy_stream": ["CopyStream"],

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,10 +18,20 @@ import torch
 from ..user_folders import cache_folder
 from .devices import Device, peers_of
 
-__all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in"]
+__all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in", "state_links"]
 
 links_folder: list[Path | None] = []
 """The folder of measured links, if one was set; otherwise the user's cache folder is used."""
+
+
+stated_links: dict[tuple[str, str], float] = {}
+"""By device and where copies come from, another device or nothing for page-locked memory: speeds that were said."""
+
+
+def state_links(speeds: Mapping[tuple[str, str], float]) -> None:
+    """Take these speeds of devices that are only described in place of measured ones, and forget those said before."""
+    stated_links.clear()
+    stated_links.update(speeds)
 
 
 def remember_links_in(folder: Path | None, *, keep: bool = False) -> None:
@@ -68,14 +78,15 @@ def describe_way(device: Device, store: Device | None) -> dict[str, str]:
 
 
 def known_link(device: Device, store: Device | None = None) -> float | None:
-    """Return the stored speed of a device's link in bytes per second; None if it was not measured.
+    """Return the stated or stored speed of a device's link in bytes per second; None if it was not measured.
 
     Args:
         store: the device that the copies come from; None: page-locked memory.
     """
+    said = stated_links.get((device.name, store.name if store is not None else ""))
     directory = cache_directory()
-    if directory is None:
-        return None
+    if said is not None or directory is None:
+        return said
     link = describe_way(device, store)
     return read_speed(path_of(link, directory), link)
 

@@ -14,6 +14,7 @@ __all__, __getattr__ = lazy_names(
         "core_needs": [
             "CodingNeeds",
             "SamplingNeeds",
+            "TiledNeeds",
             "coding_needs",
             "on_meta",
             "reserves_for_gpus",

@@ -9,8 +9,10 @@ tokenizers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
@@ -21,6 +23,8 @@ from comfy.model_detection import unet_prefix_from_state_dict
 from safetensors import SafetensorError, safe_open
 
 from ...memory.errors import InvalidInput, reason_of
+from ...memory.hosted_component import TiledSize, Tiles
+from .vae_sizes import cuts_well, decoded_size, encoded_size, tile_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CodingNeeds",
     "SamplingNeeds",
+    "TiledNeeds",
     "coding_needs",
     "on_meta",
     "reserves_for_gpus",
@@ -40,6 +45,8 @@ LARGEST_READ_BYTES = 16384
 # Of tokenizers, which files of text encoders have as vectors of bytes.
 LARGEST_TOKENIZER_BYTES = 64 << 20
 NO_OP = "for .*: copying from a non-meta parameter in the checkpoint to a meta parameter"
+# Images, by the dimensions of their latents: in squares, and in tiles of twice the width and of twice the height.
+TIMES_CUT = {4: 3}
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 CORES_OPTIONS: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
@@ -83,6 +90,19 @@ class SamplingNeeds:
         return int(self.model.memory_required([batch * num_conds, *rest], cond_shapes=conds))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TiledNeeds:
+    """What one picture or video needs in tiles, by core's estimate."""
+
+    size: TiledSize
+    num_bytes: Callable[[Tiles | None], int]
+    """Returns the bytes of the largest tile; None: in one piece."""
+    times_cut: int
+    """How often core computes all of it, each time in tiles of another form."""
+    least_bytes: int
+    """What core makes free for computing in any case."""
+
+
 class CodingNeeds:
     """One VAE."""
 
@@ -104,6 +124,22 @@ class CodingNeeds:
         width, height, frames = tile_of(width, height, frames, tile_size, tile_frames)
         return int(self.vae.memory_used_decode(self.latent_shape(width, height, frames), self.vae.vae_dtype))
 
+    def decode_tiles(self, width: int, height: int, frames: int = 1) -> TiledNeeds | None:
+        """Return what tiles of one picture or video need that a VAE of ours decodes; None for what is left to core."""
+        shape, vae = self.latent_shape(width, height, frames), self.vae
+        size = decoded_size(vae, shape) if cuts_well(vae, len(shape) - 2) else None
+        if size is None:
+            return None
+        unit = size.pixels_per_latent, size.frames_per_latent
+        return needs_in_tiles(size, vae.memory_used_decode, vae.vae_dtype, shape, *unit)
+
+    def encode_tiles(self, width: int, height: int, frames: int = 1) -> TiledNeeds | None:
+        """Return what tiles of one picture or video that a VAE of ours encodes need; as `decode_tiles`."""
+        vae = self.vae
+        shape = (1, 3, *((frames,) if vae.latent_dim == 3 else ()), height, width)
+        size = encoded_size(vae, shape) if cuts_well(vae, len(shape) - 2) else None
+        return None if size is None else needs_in_tiles(size, vae.memory_used_encode, vae.vae_dtype, shape, 1, 1)
+
     def encode_bytes(
         self, width: int, height: int, frames: int = 1, *, tile_size: int | None = None, tile_frames: int | None = None
     ) -> int:
@@ -116,6 +152,18 @@ class CodingNeeds:
 def reserves_for_gpus() -> bool:
     """Whether core reserves for sampling what GPUs take: where it has none, several times as much, for attention."""
     return bool(comfy.model_management.cpu_state == comfy.model_management.CPUState.GPU)
+
+
+def needs_in_tiles(size: TiledSize, *counted: Any) -> TiledNeeds:
+    """Return what a size needs in tiles; ``counted``: as `tile_bytes` takes it, but for the tiles."""
+    memory_used, dtype, shape, per_latent, frames_per_latent = counted
+    kept = comfy.model_management.minimum_inference_memory() - comfy.model_management.extra_reserved_memory()
+    return TiledNeeds(
+        size=size,
+        num_bytes=cache(lambda tiles: tile_bytes(memory_used, dtype, shape, tiles, per_latent, frames_per_latent)),
+        times_cut=TIMES_CUT.get(len(shape), 1),
+        least_bytes=int(kept),
+    )
 
 
 def sampling_needs(path: str, *, weight_dtype: str = "default") -> SamplingNeeds:

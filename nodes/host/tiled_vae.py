@@ -37,6 +37,7 @@ from ...memory.units import format_bytes
 from .core_fields import set_class
 from .dynamic_models import dynamic_model_of, is_dynamic
 from .hosted import hosted_of, is_cpu, patcher_of
+from .vae_sizes import cuts_well, decoded_size, encoded_size, tile_bytes
 
 __all__ = ["TiledVAE", "as_core", "choose_beforehand"]
 
@@ -93,7 +94,7 @@ class TiledVAE(comfy.sd.VAE):
         return self.run(
             "decode",
             size,
-            lambda tiles: self.estimate(self.memory_used_decode, samples.shape, tiles, *unit),
+            lambda tiles: tile_bytes(self.memory_used_decode, self.vae_dtype, samples.shape, tiles, *unit),
             lambda vae: comfy.sd.VAE.decode(vae, samples_in),
             in_tiles,
         )
@@ -111,7 +112,7 @@ class TiledVAE(comfy.sd.VAE):
         return self.run(
             "encode",
             size,
-            lambda tiles: self.estimate(self.memory_used_encode, shape, tiles, 1, 1),
+            lambda tiles: tile_bytes(self.memory_used_encode, self.vae_dtype, shape, tiles, 1, 1),
             lambda vae: comfy.sd.VAE.encode(vae, pixel_samples),
             in_tiles,
         )
@@ -120,19 +121,11 @@ class TiledVAE(comfy.sd.VAE):
 
     def decoded_size(self, samples: torch.Tensor) -> TiledSize | None:
         """Return what latents decode to, in pixels; None for what is left to core."""
-        if not self.takes_tiles(samples.ndim - 2):
-            return None
-        per_latent, frames_per_latent = self.spacial_compression_decode(), 1
-        if samples.ndim == 5:
-            frames_per_latent = self.temporal_compression_decode() or 1
-        return sized(samples.shape, per_latent, frames_per_latent, per_latent, frames_per_latent)
+        return decoded_size(self, samples.shape) if self.takes_tiles(samples.ndim - 2) else None
 
     def encoded_size(self, shape: Sequence[int]) -> TiledSize | None:
         """Return what pixels of a shape, channels first, are encoded from; None for what is left to core."""
-        if not self.takes_tiles(len(shape) - 2):
-            return None
-        frames_per_latent = (self.temporal_compression_decode() or 1) if len(shape) == 5 else 1
-        return sized(shape, 1, 1, self.spacial_compression_encode(), frames_per_latent)
+        return encoded_size(self, shape) if self.takes_tiles(len(shape) - 2) else None
 
     def encoded_shape(self, pixels: torch.Tensor) -> list[int]:
         """Return the shape, channels first, in which core encodes pixels, cropped as it crops them."""
@@ -143,38 +136,10 @@ class TiledVAE(comfy.sd.VAE):
         return shape
 
     def takes_tiles(self, num_dims: int) -> bool:
-        """Whether core can cut what this VAE decodes, and nothing else decides how."""
-        if self.first_stage_model is None or is_cpu(self.device) or self.extra_1d_channel is not None:
-            return False
-        if num_dims != self.latent_dim or num_dims not in (2, 3) or getattr(self, "handles_tiling", False):
-            return False
-        return vae_room().sees(device_name(self.device))
+        """Whether core can cut what this VAE decodes on a device of the manager's, and nothing else decides how."""
+        return not is_cpu(self.device) and cuts_well(self, num_dims) and vae_room().sees(device_name(self.device))
 
     # -- bytes
-
-    def estimate(
-        self,
-        memory_used: Callable[..., float],
-        shape: Sequence[int],
-        tiles: Tiles | None,
-        per_latent: int,
-        frames_per_latent: int,
-    ) -> int:
-        """Return the bytes by core's own estimate: of the whole shape, or of the largest tile that core cuts of it.
-
-        Core decodes images three times: in squares, and in tiles of twice the width and height.
-        """
-        if tiles is None:
-            return int(memory_used(tuple(shape), self.vae_dtype))
-        side = tiles.pixels // per_latent
-        cuts = [(side, side)]
-        if len(shape) == 4:
-            cuts += [(side // 2, side * 2), (side * 2, side // 2)]
-        frames = [min(shape[2], tiles.frames // frames_per_latent)] if len(shape) == 5 else []
-        return max(
-            int(memory_used((*shape[:2], *frames, min(shape[-2], height), min(shape[-1], width)), self.vae_dtype))
-            for height, width in cuts
-        )
 
     @property
     def missing_bytes(self) -> int:
@@ -244,21 +209,6 @@ class TiledVAE(comfy.sd.VAE):
         copied = copy.copy(self)
         copied.memory_used_decode = copied.memory_used_encode = lambda shape, dtype: num_bytes
         return copied
-
-
-def sized(
-    shape: Sequence[int], pixels: int, frames: int, pixels_per_latent: int, frames_per_latent: int
-) -> TiledSize | None:
-    """Return a size in pixels of a shape; None where core does not say by how much the VAE compresses."""
-    if not isinstance(pixels_per_latent, int) or min(shape) < 1 or pixels_per_latent < 1:
-        return None
-    return TiledSize(
-        height=shape[-2] * pixels,
-        width=shape[-1] * pixels,
-        frames=shape[2] * frames if len(shape) == 5 else 1,
-        pixels_per_latent=pixels_per_latent,
-        frames_per_latent=frames_per_latent,
-    )
 
 
 def tile_arguments(tiles: Tiles, num_dims: int, per_latent: int, frames_per_latent: int) -> dict[str, int]:

@@ -18,6 +18,8 @@ __all__ = ["DecodeBytes", "cuts_well", "decode_bytes", "trace", "twin_of"]
 
 # The sides of two pictures of latents that are traced; what lies between and beyond follows from the line through them.
 TRACED_LATENTS = (16, 32)
+# The side of a picture that is cut into four tiles to see what comes of it.
+CUT_LATENTS = 24
 # What kernels allocate for themselves stands in no tensor.
 MARGIN = 1.1
 
@@ -32,6 +34,8 @@ class DecodeBytes:
     """Of what is decoded."""
     pixels_per_latent: int
     """Along each side."""
+    num_frames: int = 1
+    """Of the video that is decoded."""
 
     def of(self, num_latents: int) -> int:
         """Return the bytes for a picture with so many latents."""
@@ -62,6 +66,7 @@ def decode_bytes(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> DecodeBy
             bytes_per_latent=per_latent,
             picture_bytes_per_latent=math.prod(picture) * dtype.itemsize // many,
             pixels_per_latent=picture[-1] // TRACED_LATENTS[-1],
+            num_frames=picture[2] if len(picture) == 5 else 1,
         )
     return found[key]
 
@@ -74,12 +79,11 @@ def cuts_well(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
     key = (*shape[:-2], dtype)
     found = known_to_cut.setdefault(vae, {})
     if key not in found:
-        twin, (few, many) = twin_of(vae, dtype), TRACED_LATENTS
-        whole_bytes, whole = trace(twin, (*shape[:-2], many, many), dtype)
-        per_latent = whole[-1] // many
-        tiles = Tiles(pixels=few * per_latent, overlap_pixels=few * per_latent // 4)
-        with set_to(twin, tiles, per_latent):
-            tiled_bytes, tiled = trace(twin, (*shape[:-2], many, many), dtype)
+        twin, side, cut = twin_of(vae, dtype), TRACED_LATENTS[0], (*shape[:-2], CUT_LATENTS, CUT_LATENTS)
+        whole_bytes, whole = trace(twin, cut, dtype)
+        per_latent = whole[-1] // CUT_LATENTS
+        with set_to(twin, Tiles(pixels=side * per_latent, overlap_pixels=side * per_latent // 4), per_latent):
+            tiled_bytes, tiled = trace(twin, cut, dtype)
         found[key] = tiled == whole and tiled_bytes < whole_bytes
     return found[key]
 

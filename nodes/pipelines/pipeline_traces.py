@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .diffusers_pipelines import load_pipeline, quiet_libraries
+from .diffusers_pipelines import quiet_libraries
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from ...memory.tracing import CallTrace
     from .sampling import Sampling
 
-__all__ = ["trace_folder", "trace_pipeline"]
+__all__ = ["trace_pipeline"]
 
 
 def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
@@ -45,15 +44,6 @@ def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
             twin_of(pipe, twins)(**arguments)
 
     return trace_calls(parts, run)
-
-
-def trace_folder(folder: Path, sampling: Sampling) -> list[CallTrace]:
-    """Trace the pipeline of a folder as `trace_pipeline` does; reads JSON files and headers, no weight.
-
-    Raises:
-        InvalidInput: also as `load_pipeline`.
-    """
-    return trace_pipeline(load_pipeline(folder, without_weights=True), sampling)
 
 
 def twin_of(pipe: Any, twins: dict[str, nn.Module]) -> Any:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...memory.planner.tiles import TileCost, TiledSize, Tiles, choose_tiles, halve_tiles
 from ...memory.units import format_bytes
-from .tile_settings import set_to, way_of
+from .tile_settings import cuts_frames, set_to, way_of
 
 if TYPE_CHECKING:
     import torch
 
     from ...memory.manager.vae_room import VaePlace, VaeRoom
+    from .decode_bytes import DecodeBytes
 
 __all__ = ["choosing_tiles", "measure"]
 
@@ -115,21 +117,30 @@ class TiledDecode:
 def measure(vae: Any, z: torch.Tensor) -> tuple[TiledSize, TileCost]:
     """Return what latents decode to, and what tells the bytes of that in tiles. Raises as `decode_bytes`.
 
-    Frames are never cut here, so a video counts as one picture.
+    A video whose frames the VAE cannot be told to cut counts as one picture.
     """
     from .decode_bytes import decode_bytes
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        traced = decode_bytes(vae, z.shape, z.dtype)
+    def traced_for(shape: Sequence[int]) -> DecodeBytes:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return decode_bytes(vae, shape, z.dtype)
+
+    traced = traced_for(z.shape)
     height, width = z.shape[-2:]
     per_latent = traced.pixels_per_latent
     joined_bytes = int(JOINED_PICTURES * traced.picture_bytes_per_latent * height * width)
+    size = TiledSize(height=height * per_latent, width=width * per_latent, pixels_per_latent=per_latent)
+    if z.ndim == 5 and cuts_frames(vae):
+        size = replace(size, frames=traced.num_frames, frames_per_latent=int(vae.temporal_compression_ratio))
 
     def cost(tiles: Tiles | None) -> int:
         if tiles is None:
             return traced.of(height * width)
-        side = tiles.pixels // per_latent
-        return traced.of(min(side, height) * min(side, width)) + joined_bytes
+        side, found = tiles.pixels // per_latent, traced
+        if tiles.overlap_frames:
+            # Each run of frames has one latent more, whose frame is dropped.
+            found = traced_for((*z.shape[:-3], tiles.frames // size.frames_per_latent + 1, height, width))
+        return found.of(min(side, height) * min(side, width)) + joined_bytes
 
-    return TiledSize(height=height * per_latent, width=width * per_latent, pixels_per_latent=per_latent), cost
+    return size, cost

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 spec = importlib.util.spec_from_file_location("highwater", Path(pack, "__init__.py"), submodule_search_locations=[pack])
 sys.modules["highwater"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["highwater"])
+from highwater.memory.planner.tiles import Tiles  # noqa: E402
 from highwater.memory.tracing import trace_forward  # noqa: E402
 from highwater.nodes.core_predictions import CorePredictor  # noqa: E402
 from highwater.nodes.host.core_needs import coding_needs, sampling_needs, text_encoder  # noqa: E402
@@ -79,6 +80,18 @@ def coding(file: str) -> None:
         add(file, "encode", int(loaded.memory_used_encode(pixels, loaded.vae_dtype)), told.encode_bytes(width, height))
         tile = int(loaded.memory_used_decode((1, loaded.latent_channels, 32, 32), loaded.vae_dtype))
         add(file, "tile", tile, told.decode_bytes(width, height, tile_size=256))
+        squares = Tiles(pixels=256, overlap_pixels=64)
+        for what, tiling, used, unit in (
+            ("decode", told.decode_tiles(width, height), loaded.memory_used_decode, 8),
+            ("encode", told.encode_tiles(width, height), loaded.memory_used_encode, 1),
+        ):
+            channels = loaded.latent_channels if what == "decode" else 3
+            cuts = [(256, 256), (128, 512), (512, 128)]
+            tile = max(
+                int(used((1, channels, min(h, height) // unit, min(w, width) // unit), loaded.vae_dtype))
+                for h, w in cuts
+            )
+            add(file, f"{what} in tiles", tile, tiling.num_bytes(squares))
 
     call = coding_call(told, 64, 96, 1, 2, decodes=True)
     compare_flops(file, call, loaded.first_stage_model)

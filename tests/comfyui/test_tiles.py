@@ -176,8 +176,12 @@ def test_an_encode_that_does_not_fit_is_tiled(static: HostProcess) -> None:
     latent, reasons = run(Loaders())
     (found,) = (TILES.match(reason) for reason in reasons)
     assert found is not None
-    expected, _ = run(CORE, tile_size=int(found[1]), overlap=int(found[2]))
+    tiled = {"tile_size": int(found[1]), "overlap": int(found[2])}
+    expected, _ = run(CORE, **tiled)
     assert torch.equal(latent, expected)
+    # What a user sets is not chosen anew.
+    latent, reasons = run(Loaders(), **tiled)
+    assert torch.equal(latent, expected) and not reasons
 
 
 def test_a_dynamic_vae_chooses_its_tiles_too(dynamic: HostProcess) -> None:

@@ -50,6 +50,16 @@ def test_plan_of_a_file_for_described_hardware(model_file: Path, capsys) -> None
     assert component["placement"] == "model=gpu:0&gpu:1@0.25:pinned"
 
 
+def test_what_streams_is_stored_on_another_gpu_where_it_is_said_to_be_as_fast(model_file: Path, capsys) -> None:
+    """Its two links are as fast as the first one's; over a slower one, RAM stores what streams."""
+    for speed, rests in (("25GB/s", "on gpu:1"), ("12GB/s", "pinned RAM")):
+        devices = f"gpu:0=1.6MB@25GB/s,gpu:1=1.5MB@{speed}"
+        assert main(["plan", str(model_file), "--devices", devices, "--watermark", "0.01MB:0.01MB"]) == 0
+        told = capsys.readouterr().out
+        assert rests in told
+        assert ("peer copies at 25 GB/s" in told) == ("it stores" in told) == (speed == "25GB/s")
+
+
 def test_a_printed_plan_can_be_pasted_back(model_file: Path, capsys) -> None:
     assert main(["plan", str(model_file), "--devices", TWO]) == 0
     first = capsys.readouterr().out

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -690,6 +690,7 @@ def test_a_plan_says_what_the_rams_watermark_costs() -> None:
     band=st.integers(1, 12),
     wobbles=st.lists(st.integers(-12, 12), min_size=1, max_size=8),
 )
+@example(sizes=[8, 7, 7, 1, 5], band=1, wobbles=[1, 0])
 def test_a_share_in_place_keeps_its_size_while_free_memory_wobbles(
     sizes: list[int], band: int, wobbles: list[int]
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from highwater.memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.request import PlanRequest, plan_request
 from highwater.memory.planner.run import BlockTimes, Use
+from highwater.memory.planner.tiles import TileChoice, TiledSize, Tiles, choose_tiles
 from highwater.memory.units import GIB, MIB
 from highwater.memory.weights.component import Block, Component, TensorSpec
 
@@ -150,16 +152,67 @@ def test_parts_that_do_not_fit_together_take_turns_and_the_plan_says_so():
     assert "take turns on gpu:0" in plan.text()
 
 
+class InPixels:
+    """A VAE of images that takes 512 bytes for each pixel, and a microsecond for a thousand of them."""
+
+    def __init__(self, size: TiledSize) -> None:
+        self.size = size
+
+    def cost(self, tiles: Tiles | None) -> int:
+        return 512 * (tiles.volume(self.size) if tiles is not None else self.size.height * self.size.width)
+
+    def choose(self, left_bytes: int) -> TileChoice | None:
+        return choose_tiles(self.size, self.cost, left_bytes)
+
+    def num_forwards(self, tiles: Tiles) -> int:
+        return tiles.count(self.size)
+
+    def work(self, tiles: Tiles) -> float:
+        return tiles.work(self.size)
+
+    def times(self, tiles: Tiles) -> dict[str, BlockTimes]:
+        seconds = tiles.work(self.size) * self.size.height * self.size.width * 1e-9
+        return {"gpu:0": BlockTimes(blocks_s=(seconds / 4,) * 4)}
+
+
 def test_a_decode_that_does_not_fit_is_tiled_and_nothing_of_the_model_leaves():
-    decode = replace(use(VAE, 1, 2 * GIB), kind="vae", may_tile=True)
+    tiling = InPixels(TiledSize(height=2048, width=2048))
+    decode = replace(use(VAE, 1, 2 * GIB), kind="vae", held_bytes=10 * MIB, tiling=tiling)
     sample = replace(use(MODEL, 20), kind="diffusion")
     plan = ask(MODEL, VAE, on=machine(3 * GIB), uses=[sample, decode])
     assert plan.run is not None
     last = plan.run.uses[-1]
-    assert last.evicted == () and last.in_tiles == 3 * GIB - MODEL.weight_bytes - VAE.weight_bytes
-    assert plan.run.remaining_bytes("gpu:0") == 0
-    whole = ask(MODEL, VAE, on=machine(3 * GIB), uses=[sample, replace(decode, may_tile=False)])
+    assert last.evicted == ()
+    assert last.in_tiles == tiling.choose(3 * GIB - MODEL.weight_bytes - VAE.weight_bytes - 10 * MIB)
+    assert last.in_tiles is not None and last.in_tiles.fits
+    assert plan.run.remaining_bytes("gpu:0") >= 0
+    # What tiles have in common is computed more than once.
+    tiles = last.in_tiles.tiles
+    assert last.pass_s == pytest.approx(tiles.work(tiling.size) * 2048 * 2048 * 1e-9)
+    assert f"in tiles of {tiles.text()}" in last.text()
+    whole = ask(MODEL, VAE, on=machine(3 * GIB), uses=[sample, replace(decode, tiling=None)])
     assert whole.run is not None and whole.run.uses[-1].evicted
+
+
+def test_what_streams_is_copied_once_for_each_tile():
+    tiling = InPixels(TiledSize(height=2048, width=2048))
+    decode = replace(use(VAE, 1, 2 * GIB), kind="vae", tiling=tiling)
+    request = PlanRequest(
+        components=(VAE,),
+        machine=machine(GIB),
+        placement=parse_placement("gpu:0:pinned", devices=["cpu", "gpu:0"], components=["vae"]),
+        uses=(decode,),
+    )
+    (share,), run = plan_request(request)["vae"].shares, plan_request(request).run
+    assert run is not None and share.streamed
+    last = run.uses[-1]
+    assert last.in_tiles is not None
+    tiles = last.in_tiles.tiles
+    assert tiles.count(tiling.size) > 1
+    # The staging memory holds less than two blocks, so computing waits for each copy.
+    assert share.staging_bytes < 2 * share.streamed_block_bytes
+    copying_s = tiles.count(tiling.size) * share.streamed_bytes / LINK
+    assert last.pass_s == pytest.approx(copying_s + tiling.times(tiles)["gpu:0"].pass_s)
 
 
 def test_times_of_other_blocks_are_not_used():
@@ -227,6 +280,9 @@ def test_blocks_stream_from_another_gpu_where_that_is_faster_than_from_ram():
     stored = ask(MODEL, on=with_peer(on, 5 * LINK), uses=[used])
     assert stored["transformer"].store == "gpu:1" and devices_of(stored, "transformer") == ["gpu:0"]
     assert "faster than from RAM" in stored.text()
+    # Of ways that are as fast, that which leaves RAM free.
+    stored = ask(MODEL, on=with_peer(on, LINK), uses=[used])
+    assert stored["transformer"].store == "gpu:1" and "as fast as from RAM" in stored.text()
     for speed in (None, LINK / 2):
         assert ask(MODEL, on=with_peer(on, speed), uses=[used])["transformer"].store == ""
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.memory.errors import InvalidInput
-from highwater.memory.planner.tiles import TiledSize, Tiles, choose_tiles, halve_tiles
+from highwater.memory.planner.tiles import TiledSize, Tiles, candidates, choose_tiles, halve_tiles
 
 MIB = 1 << 20
 
@@ -116,9 +116,48 @@ def test_the_smallest_tile_says_that_others_make_room() -> None:
     size = TiledSize(height=1024, width=1024)
     choice = choose_tiles(size, cost_of(size), 10 * MIB)
     assert choice is not None
-    assert choice.tiles.pixels == 256
+    assert choice.tiles.pixels == 64
     assert not choice.fits
-    assert choice.reason().endswith("the smallest tile needs 255MiB, so other models make room")
+    assert choice.reason().endswith("the smallest tile needs 20.6MiB, so other models make room")
+
+
+@given(size=sizes, budget=budgets)
+def test_a_tile_below_256_pixels_is_chosen_only_where_none_of_256_fits(size: TiledSize, budget: int) -> None:
+    cost = cost_of(size)
+    choice = choose_tiles(size, cost, budget)
+    if choice is None or choice.tiles.pixels >= size.least_pixels(256):
+        return
+    assert choice.tiles.pixels >= min(64, size.whole_pixels)
+    larger = [tiles for tiles in candidates(size) if tiles.pixels >= size.least_pixels(256)]
+    assert all(cost(tiles) > budget for tiles in larger)
+    assert ("colors may differ" in choice.reason()) == (choice.tiles.pixels < min(256, max(size.height, size.width)))
+
+
+@pytest.mark.parametrize(("mebibytes", "pixels"), [(300, 256), (250, 224), (100, 128), (30, 64)])
+def test_a_small_budget_gets_the_largest_small_tile_that_fits(mebibytes: int, pixels: int) -> None:
+    size = TiledSize(height=1024, width=1024)
+    choice = choose_tiles(size, cost_of(size), mebibytes * MIB)
+    assert choice is not None and choice.fits
+    assert choice.tiles.pixels == pixels
+
+
+@given(size=sizes, budget=budgets)
+def test_the_work_of_tiles_counts_what_overlaps(size: TiledSize, budget: int) -> None:
+    """By hand: each pixel as often as tiles hold it, along each side."""
+    choice = choose_tiles(size, cost_of(size), budget)
+    if choice is None:
+        return
+    tiles = choice.tiles
+    times = 1.0
+    for length, tile, overlap in (
+        (size.height, tiles.pixels, tiles.overlap_pixels),
+        (size.width, tiles.pixels, tiles.overlap_pixels),
+        (size.frames, tiles.frames, tiles.overlap_frames),
+    ):
+        held = [min(begin + tile, length) - begin for begin in starts(length, tile, overlap)]
+        times *= sum(held) / length
+    assert tiles.work(size) == pytest.approx(times)
+    assert tiles.work(size) >= 1
 
 
 def test_a_video_that_costs_nothing_per_frame_keeps_all_its_frames() -> None:
@@ -143,7 +182,7 @@ def test_a_long_video_of_small_frames_is_cut_in_time() -> None:
 
 
 def test_a_picture_as_small_as_a_tile_is_left_whole() -> None:
-    size = TiledSize(height=256, width=192)
+    size = TiledSize(height=64, width=48)
     assert choose_tiles(size, cost_of(size), 0) is None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.tracing import seconds_of
 from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
-from highwater.nodes.pipelines.pipeline_traces import trace_folder, trace_pipeline
+from highwater.nodes.pipelines.pipeline_traces import trace_pipeline
 from highwater.nodes.pipelines.sampling import Sampling, sample_images
 
 NAMES = ["tiny-flux", "tiny-sd", "tiny-wan"]
@@ -111,7 +111,7 @@ def test_a_folder_is_traced_without_its_weights(models_directory: Path, pipes: d
             assert {key: (weight.shape, weight.dtype) for key, weight in twin.named_parameters()} == forms
             assert all(weight.is_meta for weight in twin.parameters())
             assert not twin.training
-    assert trace_folder(folder, sampling(96, 64)) == trace_pipeline(pipes[name], sampling(96, 64))
+    assert trace_pipeline(built, sampling(96, 64)) == trace_pipeline(pipes[name], sampling(96, 64))
 
 
 def test_a_managed_pipeline_is_traced_as_it_rests(sim, models_directory: Path) -> None:

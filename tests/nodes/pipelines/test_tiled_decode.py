@@ -15,8 +15,11 @@ from torch import nn
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.manager import default
+from highwater.memory.planner.run import BlockTimes
 from highwater.memory.planner.tiles import choose_tiles
+from highwater.memory.tracing import seconds_of
 from highwater.nodes.pipelines.decode_bytes import cuts_well, decode_bytes, trace
+from highwater.nodes.pipelines.decode_tiling import tiling_of
 from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
 from highwater.nodes.pipelines.sampling import Sampling, sample_images
 from highwater.nodes.pipelines.tile_settings import set_to
@@ -62,6 +65,17 @@ def build_video_vae() -> Any:
     return AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 2, 2], num_res_blocks=1).eval().requires_grad_(False)
 
 
+def build_framewise_vae() -> Any:
+    """A VAE that decodes all frames at once, and can be told to decode runs of them."""
+    from diffusers import AutoencoderKLLTXVideo
+
+    torch.manual_seed(0)
+    sides = {"block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (32, 32, 32, 32)}
+    layers = {"layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1, 1)}
+    vae = AutoencoderKLLTXVideo(**sides, **layers, latent_channels=8, patch_size=1)
+    return vae.eval().requires_grad_(False)
+
+
 class Rig:
     """A managed pipeline whose model has just computed, on a simulated device."""
 
@@ -87,9 +101,12 @@ class Rig:
     def held(self, name: str) -> int:
         return self.manager.ledger.held(f"rig/{name}", "gpu:0")
 
-    def expected(self, z: torch.Tensor, pixels: int) -> torch.Tensor:
+    def expected(self, z: torch.Tensor, pixels: int, frames: int | None = None) -> torch.Tensor:
         """Return what the library decodes in tiles of these pixels, on the same device without the engine."""
-        if hasattr(self.plain, "tile_sample_min_size"):
+        if frames is not None:
+            self.plain.use_framewise_decoding = True
+            self.plain.enable_tiling(pixels, pixels, frames, pixels * 3 // 4, pixels * 3 // 4, frames * 2 // 3)
+        elif hasattr(self.plain, "tile_sample_min_size"):
             self.plain.tile_sample_min_size, self.plain.tile_latent_min_size = pixels, pixels // 8
             self.plain.enable_tiling()
         else:
@@ -211,6 +228,21 @@ def test_a_video_is_cut_in_its_pictures(sim: Any) -> None:
         assert torch.equal(video, rig.expected(z, int(reason.split()[5])))
 
 
+def test_a_video_is_cut_in_runs_of_frames_where_its_class_can(sim: Any) -> None:
+    z = latents(8, 8, 6, channels=8)
+    with rigged(sim, 88, build_framewise_vae()) as rig:
+        sim.reset_stats()
+        video = rig.decode(z)
+        assert sim.stats(0).num_ooms == 0
+        (reason,) = rig.reasons()
+        assert reason.startswith("VAE decode in tiles of 64 px and 24 frames, overlap 16 px, 8 frames: ")
+        assert reason.endswith("76.2MiB available")
+        assert (rig.vae.use_tiling, rig.vae.use_framewise_decoding) == (False, False)
+        assert (rig.vae.tile_sample_min_num_frames, rig.vae.tile_sample_stride_num_frames) == (16, 8)
+        assert video.shape[2] == 41
+        assert torch.equal(video, rig.expected(z, 64, frames=24))
+
+
 @pytest.mark.parametrize("build", [build_vae, build_video_vae])
 def test_the_bytes_of_a_decode_are_those_that_a_device_counts(sim: Any, build: Any) -> None:
     """The margin, a tenth, is for what kernels allocate themselves: the simulated device has none."""
@@ -285,7 +317,7 @@ def build_on_meta(name: str) -> Any:
 @pytest.mark.parametrize("name", REAL)
 def test_tiles_of_real_sizes_take_no_more_than_predicted(name: str) -> None:
     vae, (channels, is_video) = build_on_meta(name), REAL[name]
-    shape = (1, channels, *((2,) if is_video else ()), 40, 48)
+    shape = (1, channels, *((2,) if is_video else ()), 20, 24)
     size, cost = measure(vae, torch.empty(shape, device="meta"))
     choice = choose_tiles(size, cost, cost(None) // 2)
     assert choice is not None
@@ -313,3 +345,56 @@ def test_a_class_without_tiles_decodes_in_one_piece_and_says_so(sim: Any) -> Non
         assert rig.reasons() == [
             "VAE decode in one piece, whatever is free: AsymmetricAutoencoderKL has no tiles that can be set"
         ]
+
+
+RATES = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "launch_s": 2e-6}
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "part"),
+    [
+        (build_vae, (1, 4, 24, 12), 0.6),
+        (build_framewise_vae, (1, 8, 6, 8, 8), 0.6),
+    ],
+    ids=["image", "runs of frames"],
+)
+def test_a_plan_tells_the_tiles_and_seconds_of_a_decode(
+    sim: Any, build: Any, shape: tuple[int, ...], part: float
+) -> None:
+    vae = build()
+
+    def times_of(trace: Any) -> dict[str, BlockTimes]:
+        return {"gpu:0": BlockTimes(blocks_s=(seconds_of(trace, **RATES).total_s,))}
+
+    whole_bytes, _ = trace(vae, shape, torch.float32)
+    tiling = tiling_of(vae, [(shape, torch.float32)], whole_bytes, times_of)
+    assert tiling is not None
+    assert tiling.choose(2 * whole_bytes) is None
+    choice = tiling.choose(int(part * whole_bytes))
+    assert choice is not None and choice.fits
+    tiles, (size, _) = choice.tiles, measure(vae, torch.empty(shape, device="meta"))
+    assert bool(tiles.overlap_frames) == (build is build_framewise_vae)
+    num_forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_forwards
+        num_forwards += 1
+
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1024 * MIB, **RATES)]):
+        z = torch.zeros(shape, device="sim:0")
+        before = sim.stats(0).used_bytes - z.nbytes
+        vae.to("sim:0")
+        weights = sim.stats(0).used_bytes - before - z.nbytes
+        sim.reset_stats()
+        began_s = sim.clock_s()
+        vae.decoder.register_forward_pre_hook(count)
+        with torch.no_grad(), set_to(vae, tiles, size.pixels_per_latent):
+            vae.decode(z, return_dict=False)
+        torch.accelerator.synchronize("sim:0")
+        seconds, peak = sim.clock_s() - began_s, sim.stats(0).peak_bytes - before - weights
+        vae.to("cpu")
+        del z
+    assert tiling.times(tiles)["gpu:0"].pass_s == pytest.approx(seconds, rel=0.05)
+    assert peak <= choice.tile_bytes
+    assert tiling.num_forwards(tiles) == num_forwards
+    assert tiling.work(tiles) > 1
