@@ -33,7 +33,9 @@ from .mixed_tiers import share_ram
 from .plan import ComponentPlan, Plan
 from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
+from .run import Use, longest_use
 from .sizes import Sizes, explain_non_block
+from .tied_weights import refuse_tied_split
 from .workload import find_blocking
 
 __all__ = ["draft", "explain_integrated", "granularity_of", "plan_components", "weights_to_measure"]
@@ -55,6 +57,7 @@ def plan_components(
     profile: OffloadProfile,
     precision: PrecisionRequest = None,
     block_seconds: Mapping[str, Mapping[int, float]] | None = None,
+    uses: Sequence[Use] = (),
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory all together.
 
@@ -65,9 +68,10 @@ def plan_components(
     Args:
         precision: None is what the profile says.
         block_seconds: by component, what each of its blocks was measured to compute, in the order in which they ran.
+        uses: what the components compute: how a split is cut for micro-batches.
 
     Raises:
-        InvalidInput: a budget or tier that cannot be met as written.
+        InvalidInput: a budget or tier that cannot be met as written; a split of what shares weights.
         DoesNotFit: a component whose least form exceeds what its device can have.
     """
     drafts = [draft(component, machine, placement, profile, precision) for component in components]
@@ -75,10 +79,12 @@ def plan_components(
     shared = []
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
         seconds = (block_seconds or {}).get(part.component.name)
-        shares = plan_in_turn(part, devices, machine, profile, reasons, seconds)
+        use = longest_use(uses, part.component.name)
+        shares = plan_in_turn(part, devices, machine, profile, reasons, seconds, use)
         if not shares:
             groups = split_blocks(part.sizes, devices, machine, profile, reasons)
             shares = plan_shares(part, devices, groups, machine, profile, seconds)
+        refuse_tied_split(part.component, shares)
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     for part, (_, _, reasons) in zip(shared, drafts, strict=True):
@@ -133,13 +139,14 @@ def plan_in_turn(
     profile: OffloadProfile,
     reasons: list[str],
     seconds: Mapping[int, float] | None,
+    use: Use | None,
 ) -> tuple[DevicePlan, ...]:
     """Return the shares of a split in groups in turn; none where that was not asked for, or gains nothing."""
     asked = part.item.groups
     if asked is None or len(devices) < 2:
         return ()
     lines: list[str] = []
-    groups = split_in_turn(part.sizes, devices, asked, machine, profile, lines, seconds)
+    groups = split_in_turn(part.sizes, devices, asked, machine, profile, lines, seconds, use)
     shares = () if groups is None else plan_shares(part, devices, groups, machine, profile, seconds)
     if not shares or any(share.streamed for share in shares):
         off = "blocks stream, and each half of a step would fetch them"

@@ -18,6 +18,7 @@ from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
 from .run import BlockTimes, Use, largest_activations, usual_uses, with_slack
 from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds
+from .step_seconds import compute_at_once, devices_by_block, pipeline_of, step_seconds
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
 
@@ -85,6 +86,7 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             profile=request.profile,
             precision=request.precision,
             block_seconds=request.block_seconds,
+            uses=uses,
         )
         components = tuple(
             replace(part, choices=(reasons[part.component], *explain_integrated(machine), *part.choices))
@@ -171,9 +173,15 @@ def run_of(
 ) -> RunPlan:
     """Return what a run does with plans ([Note: repeated run] in `run_plan.py`), by the seconds of settled shares."""
     shares = {part.component: part.shares for plan in plans for part in plan.components}
-    passes: dict[int, float | None] = {}
-    for number, use in enumerate(uses):
-        of = settled[use.component]
-        hop_s = hop_seconds(of, use.carried_bytes, machine)
-        passes[number] = None if hop_s is None else run_seconds(of, use.times, hop_s)
+    passes = {number: forward_seconds(settled[use.component], use, machine) for number, use in enumerate(uses)}
     return first_and_further(shares, uses, machine, pass_s=passes)
+
+
+def forward_seconds(shares: Sequence[DevicePlan], use: Use, machine: Machine) -> float | None:
+    """Return what a forward takes, all its calls together: at the same time where they can be, else in turn."""
+    if compute_at_once(shares):
+        pipeline = pipeline_of(use, [share.device for share in shares], machine)
+        return None if pipeline is None else step_seconds(pipeline, devices_by_block(shares))
+    hop_s = hop_seconds(shares, use.carried_bytes, machine)
+    call_s = None if hop_s is None else run_seconds(shares, use.times, hop_s)
+    return None if call_s is None else use.num_calls * call_s
