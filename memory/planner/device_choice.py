@@ -20,7 +20,7 @@ from ..options.placement import AUTO_GROUPS, PlacementItem, SplitRatio
 from ..options.profile import OffloadProfile
 from ..units import format_bytes, format_seconds
 from ..weights.component import Component
-from .block_groups import MOST_GROUPS, cut_runs, of_devices
+from .block_groups import GROWTHS, MOST_GROUPS, cut_runs, of_devices
 from .capacity import DeviceCapacity, Machine
 from .device_plan import Allowed, DevicePlan, find_allowed
 from .device_store import StoreRoom, store_room
@@ -40,6 +40,8 @@ TRIED_RATIOS = (0.15, 0.3, 0.45, 0.6, 0.75)
 # Of groups in turn, their numbers beside that of the devices, and how they grow: what a plan then tries closely.
 TRIED_GROUPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 12)
 TRIED_GROWTHS = (0.0, 0.3)
+# As few blocks as these are cut as closely as in a plan.
+FEW_UNITS = 16
 # The numbers by which orders of devices are compared, and how many of those are then looked at closely.
 QUICK_GROUPS = (1, 2, 3, 5)
 MOST_ORDERS = 2
@@ -225,7 +227,7 @@ def find_choices(
                 choice = choose_for(part, ratios, machine, profile, uses)
                 if choice is not None:
                     found.append(choice)
-    if any(use.num_calls > 1 for use in uses):
+    if any(use.num_calls > 1 and not use.one_by_one for use in uses):
         splits = [tuple(SplitRatio(device=name) for name in order) for order in orders]
         quick = [choose_in_turn(part, split, machine, profile, uses, is_quick=True) for split in splits]
         fastest = sorted(filter(None, quick), key=lambda choice: total_s(choice, uses, machine))
@@ -255,16 +257,26 @@ def choose_in_turn(
     use = longest_use(uses, part.component.name)
     used = devices[: max(1, len(part.component.blocks))]
     pipeline = None if use is None else pipeline_of(use, [split.device for split in used], machine)
-    if pipeline is None or len(used) < 2:
+    if use is None or pipeline is None or len(used) < 2:
         return None
     cutter = Cutter(part, used, machine, profile, pipeline)
-    factors, growths = (QUICK_GROUPS, (0.0,)) if is_quick else (TRIED_GROUPS, TRIED_GROWTHS)
-    numbers = [min(MOST_GROUPS, round(len(used) * factor)) for factor in factors]
+    growths: Sequence[float]
+    if is_quick:
+        numbers, growths = beside(QUICK_GROUPS, len(used)), (0.0,)
+    elif len(cutter.units) <= FEW_UNITS:
+        numbers, growths = [*range(len(used), FEW_UNITS + 1)], GROWTHS
+    else:
+        numbers, growths = beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS
     runs = cutter.best(numbers, growths, is_quick=is_quick)
     if runs is None:
         return None
     choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)))
-    return replace(choice, has_groups=True) if choice is not None and compute_at_once(choice.shares) else None
+    return replace(choice, has_groups=True) if choice is not None and compute_at_once(choice.shares, use) else None
+
+
+def beside(factors: Sequence[float], num_devices: int) -> list[int]:
+    """Return numbers of groups that are so many times the number of devices."""
+    return [min(MOST_GROUPS, round(num_devices * factor)) for factor in factors]
 
 
 def cuts_of(
@@ -335,10 +347,10 @@ def choose_for(
         copied.setdefault(split.device, 0)
         shares.append(share)
     choice = Choice(component=part.component, devices=used, shares=tuple(shares), copied_bytes=copied)
-    if choice.streams or not compute_at_once(shares):
+    if choice.streams or len(shares) < 2:
         return choice
     names, device_of = [split.device for split in used], devices_by_block(shares)
-    pipelines = [(use, pipeline_of(use, names, machine)) for use in uses if use.num_calls > 1]
+    pipelines = [(use, pipeline_of(use, names, machine)) for use in uses if compute_at_once(shares, use)]
     at_once = ((use, step_seconds(pipeline, device_of)) for use, pipeline in pipelines if pipeline is not None)
     return replace(choice, at_once=tuple(at_once))
 

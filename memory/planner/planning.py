@@ -35,6 +35,7 @@ from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
 from .run import Use, longest_use
 from .sizes import Sizes, explain_non_block
+from .step_seconds import STREAMS, why_in_turn
 from .tied_weights import refuse_tied_split
 from .workload import find_blocking
 
@@ -84,6 +85,8 @@ def plan_components(
         if not shares:
             groups = split_blocks(part.sizes, devices, machine, profile, reasons)
             shares = plan_shares(part, devices, groups, machine, profile, seconds)
+            if part.item.groups is None and len(shares) > 1 and use is not None and (off := why_in_turn(shares, use)):
+                reasons.append(f"micro-batches: off: {off}")
         refuse_tied_split(part.component, shares)
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
@@ -148,15 +151,13 @@ def plan_in_turn(
     lines: list[str] = []
     groups = split_in_turn(part.sizes, devices, asked, machine, profile, lines, seconds, use)
     shares = () if groups is None else plan_shares(part, devices, groups, machine, profile, seconds)
-    if not shares or any(share.streamed for share in shares):
-        off = "blocks stream, and each half of a step would fetch them"
-    elif any(share.scratch_bytes for share in shares):
-        off = "weights are decoded into one scratch memory"
-    else:
+    does_not_fit = not shares or any(share.streamed or share.scratch_bytes for share in shares)
+    off = why_in_turn(shares, use) or ("" if shares else STREAMS)
+    if not off:
         reasons += lines
         return shares
     reasons.append(f"micro-batches: off: {off}")
-    if asked == AUTO_GROUPS:
+    if does_not_fit and asked == AUTO_GROUPS:
         return ()
     reasons += [line for line in lines if line.startswith("split")]
     return shares

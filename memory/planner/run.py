@@ -49,6 +49,8 @@ class Use:
     step: micro-batches, where devices can compute them at the same time."""
     one_by_one: str = ""
     """Why its calls are no micro-batches whatever computes them; empty where that is not known, or they are."""
+    may_clone: bool = False
+    """Whether its calls may also be computed by clones of all of it, one per device, as ComfyUI can."""
     activation_bytes: int | None = None
     """What its forwards take beside the weights, on the device of its non-block weights; None: not known."""
     held_bytes: int = 0

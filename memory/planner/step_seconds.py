@@ -20,12 +20,14 @@ from .run import Use
 
 __all__ = [
     "NUM_CALLS",
+    "STREAMS",
     "Pipeline",
     "compute_at_once",
     "devices_by_block",
     "hop_seconds_between",
     "pipeline_of",
     "step_seconds",
+    "why_in_turn",
 ]
 
 # Two calls: the conditional and the unconditional half of a step.
@@ -34,6 +36,8 @@ NUM_CALLS = 2
 LATENCY_S = 1e-5
 # A copy within a device reads and writes its memory: about so fast.
 MEMORY_BYTES_PER_S = 1e12
+# Why calls are made one after the other where not everything is resident.
+STREAMS = "blocks stream, and each call of a forward would fetch them"
 # What sums of floats may be off.
 ROUNDING = 1e-9
 
@@ -196,9 +200,26 @@ def bytes_per_s_between(one: DeviceCapacity, other: DeviceCapacity) -> float | N
     return min(measured, default=None) or (min(links) if len(links) == 2 else None)
 
 
-def compute_at_once(shares: Sequence[DevicePlan]) -> bool:
-    """Whether devices of a split can compute calls at the same time: nothing streams, or is decoded in one place."""
-    return len(shares) > 1 and not any(share.streamed or share.scratch_bytes for share in shares)
+def compute_at_once(shares: Sequence[DevicePlan], use: Use) -> bool:
+    """Whether devices of a split compute the calls of a forward at the same time."""
+    return len(shares) > 1 and not why_in_turn(shares, use)
+
+
+def why_in_turn(shares: Sequence[DevicePlan], use: Use | None) -> str:
+    """Return why devices of a split compute one call of a forward after the other; empty where they need not.
+
+    Args:
+        use: what is computed; None where that is not known.
+    """
+    if use is not None and use.one_by_one:
+        return use.one_by_one
+    if use is not None and use.num_calls == 1:
+        return "a forward is one call: a split buys memory, not speed"
+    if any(share.streamed for share in shares):
+        return STREAMS
+    if any(share.scratch_bytes for share in shares):
+        return "weights are decoded into one scratch memory"
+    return ""
 
 
 def devices_by_block(shares: Sequence[DevicePlan]) -> list[int]:
