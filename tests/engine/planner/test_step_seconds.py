@@ -360,3 +360,35 @@ def test_a_device_without_room_gets_no_groups(sim) -> None:
     found = plan_request(request)
     assert [share.device for share in found["transformer"].shares] == ["gpu:0"]
     assert found.run is not None and "gpu:1: nothing computes there" in found.run.text()
+
+
+# --- What streams
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    room=st.integers(3, 12), placement=st.sampled_from(["gpu:0&gpu:1", "gpu:0&gpu:1/auto", "gpu:0&gpu:1/4", "gpu:0"])
+)
+def test_a_call_copies_each_streamed_block_once_and_calls_at_once_copy_none(sim, room: int, placement: str) -> None:
+    case = replace_case(EVEN, room=room * BLOCK_BYTES + 4 * KIB, hidden_bytes=64)
+    module = case.build(sim)
+    with case.cluster(sim) as (manager, now_s):
+        manager.set_watermark("*", 4 * KIB, 4 * KIB)  # for what the calls take
+        managed = manage(module, placement=placement, manager=manager)
+        call = partial(module, torch.zeros(64, dtype=torch.uint8, device="sim:0"))
+
+        def blocks_copied_by(step: Callable[[], Any]) -> int:
+            before = sum(sim.stats(index).h2d_bytes for index in range(2))
+            step()
+            now_s()
+            return int(sum(sim.stats(index).h2d_bytes for index in range(2)) - before) // BLOCK_BYTES
+
+        for _ in range(5):
+            call()
+        now_s()
+        num_streamed = sum(len(share.streamed) for share in managed.plan.components[0].shares)
+        assert blocks_copied_by(call) == num_streamed
+        assert blocks_copied_by(partial(managed.run_micro_batches, [call, call])) == 2 * num_streamed
+        assert managed.members[0].managed.why_one_by_one() or not num_streamed
+        managed.release()
+        del call
