@@ -60,8 +60,8 @@ NEARBY = 2
 OTHER_HOPS = (0.5, 0.75, 0.9, 1.2, 1.6)
 # A gain is no gain below this part.
 ROUNDING = 1e-9
-# So often an interval is halved until it is as short as floats are.
-BISECTIONS = 40
+# The longest group is found to this part of its length.
+EXACT = 1e-6
 # A number of groups has to gain so much on a smaller one.
 WORTH_MORE = 0.003
 
@@ -163,7 +163,7 @@ def cut_in_turn(
     low, high = 0.0, sum(times) / min(parts)  # of a group with part 1
     lengths = fill_from_the_end(times, parts, high)
     assert lengths is not None
-    for _ in range(BISECTIONS):
+    while high - low > EXACT * high:
         middle = (low + high) / 2
         found = fill_from_the_end(times, parts, middle)
         if found is None:

@@ -260,14 +260,12 @@ def choose_in_turn(
     if use is None or pipeline is None or len(used) < 2:
         return None
     cutter = Cutter(part, used, machine, profile, pipeline)
-    growths: Sequence[float]
     if is_quick:
-        numbers, growths = beside(QUICK_GROUPS, len(used)), (0.0,)
+        runs = cutter.best(beside(QUICK_GROUPS, len(used)), (0.0,), is_close=False, moves=False)
     elif len(cutter.units) <= FEW_UNITS:
-        numbers, growths = [*range(len(used), FEW_UNITS + 1)], GROWTHS
+        runs = cutter.best(range(len(used), FEW_UNITS + 1), GROWTHS)
     else:
-        numbers, growths = beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS
-    runs = cutter.best(numbers, growths, is_quick=is_quick)
+        runs = cutter.best(beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS, is_close=False)
     if runs is None:
         return None
     choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)))

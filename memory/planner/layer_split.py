@@ -163,22 +163,20 @@ class Cutter:
         return found
 
     def best(
-        self, numbers: Iterable[int], growths: Sequence[float], *, is_quick: bool = False
+        self, numbers: Iterable[int], growths: Sequence[float], *, is_close: bool = True, moves: bool = True
     ) -> list[tuple[int, ...]] | None:
         """Return the blocks of each group of the cut that gains most; None if no device could have its blocks.
 
         Args:
-            is_quick: predict each cut once, and move no single blocks.
+            is_close: predict those that gain most again, with other hops.
+            moves: then move single blocks, where no ratios say how many each device has.
         """
         cuts = self.cuts(numbers, growths)
         if not cuts:
             return None
-        if is_quick:
-            runs = max(cuts, key=lambda cut: predict(self.pipeline, cut))
-        else:
-            runs = best_cut(self.pipeline, cuts)
-            if self.is_open:
-                runs = improve(self.pipeline, runs, self.fits)
+        runs = best_cut(self.pipeline, cuts) if is_close else max(cuts, key=lambda cut: predict(self.pipeline, cut))
+        if moves and self.is_open:
+            runs = improve(self.pipeline, runs, self.fits)
         return [tuple(number for unit in run for number in self.units[unit]) for run in runs]
 
 

@@ -115,6 +115,8 @@ class Engine:
 
     def run(self, ready_s: float, seconds: float) -> float:
         """Work for so long from a time on, in parts if need be; returns when it is done."""
+        if not seconds:
+            return ready_s
         index = bisect_right(self.untils, ready_s)
         left_s, end_s = seconds, ready_s
         while left_s > seconds * ROUNDING:
@@ -124,6 +126,9 @@ class Engine:
             if end_s == start_s:
                 break  # so little is left that a float does not tell
             left_s -= end_s - start_s
+            if start_s == begin_s and end_s < until_s:
+                self.begins[index] = end_s
+                return end_s
             kept = [gap for gap in ((begin_s, start_s), (end_s, until_s)) if gap[1] > gap[0]]
             self.begins[index : index + 1] = [gap[0] for gap in kept]
             self.untils[index : index + 1] = [gap[1] for gap in kept]
