@@ -356,18 +356,22 @@ def test_bad_hardware_is_located(text: str, column: int, words: str) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 200), st.integers(1, 100), st.integers(1, 2000) | st.none()), min_size=1, max_size=4
+        st.tuples(st.integers(1, 200), st.integers(1, 100) | st.none(), st.integers(1, 2000) | st.none()),
+        min_size=1,
+        max_size=4,
     ),
     st.integers(1, 512),
 )
-def test_hardware_is_read_as_written(devices: list[tuple[int, int, int | None]], host: int) -> None:
+def test_hardware_is_read_as_written(devices: list[tuple[int, int | None, int | None]], host: int) -> None:
     parts = [
-        f"gpu:{index}={size}GiB@{speed}GB/s" + (f"@{flops}TFLOPS" if flops else "")
+        f"gpu:{index}={size}GiB" + (f"@{speed}GB/s" if speed else "") + (f" @{flops}TFLOPS" if flops else "")
         for index, (size, speed, flops) in enumerate(devices)
     ]
     hardware = parse_hardware(", ".join([*parts, f"host={host}GiB"]))
     assert [device.total_bytes for device in hardware.devices] == [size * GIB for size, _, _ in devices]
-    assert [device.link_bytes_per_s for device in hardware.devices] == [speed * 10**9 for _, speed, _ in devices]
+    assert [device.link_bytes_per_s for device in hardware.devices] == [
+        speed and speed * 10**9 for _, speed, _ in devices
+    ]
     assert [device.flops_per_s for device in hardware.devices] == [flops and flops * 10**12 for _, _, flops in devices]
     assert parse_hardware(str(hardware)) == hardware
     assert hardware.host_bytes == host * GIB
