@@ -430,7 +430,7 @@ class HostedComponent:
         return self.computes_at_once and self.noted_in is not None and self.noted_in() is sampling
 
     def note_micro_batches(self, off: str, sampling: object = None) -> None:
-        """Note in the event log that its devices compute in turn, and why, or that they compute at the same time.
+        """Note in its plan and the event log that its devices compute in turn, and why, or at the same time.
 
         Once, until that changes.
 
@@ -440,9 +440,11 @@ class HostedComponent:
         self.noted_in = ref(sampling) if sampling is not None else None
         if off == self.noted_off:
             return
-        self.noted_off = off
+        was_off, self.noted_off = bool(self.noted_off), off
         member = self.joined()
         said = f"off: {off}" if off else "its devices compute the halves of a step at the same time"
+        if off or was_off:  # else its plan expects as much
+            member.managed.note_micro_batches(said)
         where = "&".join(member.managed.device_names)
         default_manager().event_log.note("plan", member.id, 0, where, f"micro-batches: {said}")
 

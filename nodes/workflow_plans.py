@@ -341,10 +341,14 @@ def calls_in(
 def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
     """Return a call as the use of a run."""
     predicted = predicted or Prediction(num_passes=usual_passes(call.use))
+    num_calls, one_by_one = calls_of_step(call)
     return Use(
         component=call.component.name,
         kind=call.component.kind,
         num_passes=predicted.num_passes,
+        num_calls=num_calls,
+        one_by_one=one_by_one,
+        may_clone=num_calls > 1,
         activation_bytes=predicted.activation_bytes,
         held_bytes=predicted.held_bytes,
         tiling=predicted.tiling if may_tile(call) else None,
@@ -352,6 +356,23 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
         times=predicted.times,
         what=told(call.use),
     )
+
+
+def calls_of_step(call: PlannedCall) -> tuple[int, str]:
+    """Return of how many calls a step consists that a host can make apart, and why they are not micro-batches.
+
+    Those of a pipeline are its own code's: its parts compute what they are given.
+    """
+    use = call.use
+    if call.model.kind == PIPELINE or use.call is not Call.SAMPLE or call.component.kind != DIFFUSION:
+        return 1, ""
+    if use.conds is None:
+        return 1, "how many conditionings a step has is not known"
+    if use.conds == 1:
+        return 1, "a step has one conditioning: a split buys memory, not speed"
+    if not call.model.is_ours:
+        return use.conds, "another node than Highwater's loads it"
+    return use.conds, "conditionings have hooks that change weights" if use.has_hooks else ""
 
 
 def may_tile(call: PlannedCall) -> bool:

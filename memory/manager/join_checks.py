@@ -144,4 +144,7 @@ def refuse_shared_split(module: nn.Module, component: Component, plan: Component
             home = next((device for block, device in share_of.items() if name.startswith(f"{block}.")), "")
             homes.setdefault(id(tensor), set()).add(home or plan.shares[0].device)
             if len(homes[id(tensor)]) > 1:
-                raise InvalidInput(f"{component.name} cannot be split: {name!r} is shared by parts on both devices")
+                raise InvalidInput(
+                    f"{component.name} cannot be split: {name!r} is shared by parts on several devices; place it on "
+                    f"{plan.shares[0].device} alone"
+                )

@@ -4,8 +4,8 @@
 micro-batch, and the first one has nothing to do for the second half of the second: two equal devices reach 4/3 of one.
 With ``n`` groups in turn, two micro-batches take ``n + 1`` groups' times of the ``2 n`` that one device takes: 1.71 of
 one with six, 1.82 with ten. Each border between two groups costs a hop. Each output of a device other than the first
-one goes home, beside what computes next. What a hop is beside a block's time depends on inputs that a plan does not
-know.
+one goes home, beside what computes next. What a hop is beside a block's time is predicted where a plan knows what runs,
+and assumed where it does not.
 
 [Note: steady groups] The first micro-batch is launched first, and where both could compute, it may go first. So what
 the second one has left of a group when the first one comes back waits for all of the first one's next group. It has
@@ -19,32 +19,32 @@ a single block, and as many flops. So blocks that repeat count alike, as long as
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, product
+
+from .step_seconds import Pipeline, step_seconds
 
 __all__ = [
     "GROWTHS",
     "HOP_PART",
     "MOST_GROUPS",
-    "Pipeline",
+    "REST_PART",
     "balance",
     "best_cut",
     "cut_in_turn",
     "cut_runs",
     "devices_in_turn",
+    "devices_of",
     "improve",
     "of_devices",
     "predict",
 ]
 
-# Two calls: the conditional and the unconditional half of a step.
-NUM_CALLS = 2
 # More groups gain a hundredth at most, and each costs a hop.
 MOST_GROUPS = 40
-# A hop's part of what one device takes for a call: about Flux's at 1024x1024 on an RTX 4090 over 25 GB/s.
+# A hop's part of what one device takes for a call, where neither is known: about Flux's at 1024x1024 on an RTX 4090
+# over 25 GB/s.
 HOP_PART = 0.002
 # What is computed before and behind the blocks, on the first device, is assumed to be such a part of a call.
 REST_PART = 0.002
@@ -58,32 +58,12 @@ NUM_TRIED = 24
 NEARBY = 2
 # What hops may take instead, as factors.
 OTHER_HOPS = (0.5, 0.75, 0.9, 1.2, 1.6)
-# What sums of floats may be off.
+# A gain is no gain below this part.
 ROUNDING = 1e-9
-# So often an interval is halved until it is as short as floats are.
-BISECTIONS = 40
+# The longest group is found to this part of its length.
+EXACT = 1e-6
 # A number of groups has to gain so much on a smaller one.
 WORTH_MORE = 0.003
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline:
-    """What micro-batches take on alternating devices, in seconds or in any other unit of time.
-
-    Args:
-        speeds: of each device, in the order of the split; ``block_s`` is what a block takes at speed 1.
-        hop_s: what a hop of the hidden states takes.
-    """
-
-    block_s: tuple[float, ...]
-    speeds: tuple[float, ...]
-    hop_s: float
-    num_calls: int = NUM_CALLS
-
-    @property
-    def alone_s(self) -> float:
-        """What all calls take on the fastest device alone."""
-        return self.num_calls * sum(self.block_s) / max(self.speeds)
 
 
 def devices_in_turn(num_groups: int, num_devices: int) -> list[int]:
@@ -114,48 +94,12 @@ def balance(speeds: Sequence[float], most: Sequence[float]) -> list[float]:
     return [part / whole for part in parts] if whole else [1 / len(speeds)] * len(speeds)
 
 
-class Engine:
-    """What a device computes or a link moves, in the order in which it is launched: each work takes the time left."""
-
-    def __init__(self) -> None:
-        self.begins, self.untils = [0.0], [math.inf]
-        """Of each stretch of time in which there is nothing to do."""
-
-    def run(self, ready_s: float, seconds: float) -> float:
-        """Work for so long from a time on, in parts if need be; returns when it is done."""
-        index = bisect_right(self.untils, ready_s)
-        left_s, end_s = seconds, ready_s
-        while left_s > seconds * ROUNDING:
-            begin_s, until_s = self.begins[index], self.untils[index]
-            start_s = max(begin_s, ready_s)
-            end_s = min(start_s + left_s, until_s)
-            if end_s == start_s:
-                break  # so little is left that a float does not tell
-            left_s -= end_s - start_s
-            kept = [gap for gap in ((begin_s, start_s), (end_s, until_s)) if gap[1] > gap[0]]
-            self.begins[index : index + 1] = [gap[0] for gap in kept]
-            self.untils[index : index + 1] = [gap[1] for gap in kept]
-            index += start_s > begin_s
-        return end_s
-
-
 def predict(pipeline: Pipeline, runs: Sequence[Sequence[int]]) -> float:
-    """Return how many times as fast as the fastest device alone the calls are, launched in turn over these groups."""
-    num_devices = len(pipeline.speeds)
-    engines, link = [Engine() for _ in pipeline.speeds], Engine()
-    longest_s = 0.0
-    for call in range(pipeline.num_calls):
-        slower = 1 + LATE * call
-        now_s = engines[0].run(0.0, REST_PART / 2 * pipeline.alone_s / pipeline.num_calls)
-        for run, device in zip(runs, devices_in_turn(len(runs), num_devices), strict=True):
-            home_s = now_s
-            for number in run:
-                now_s = engines[device].run(now_s, slower * pipeline.block_s[number] / pipeline.speeds[device])
-                if device:  # its output goes home beside what it computes next
-                    home_s = link.run(max(home_s, now_s), slower * pipeline.hop_s)
-            now_s = max(now_s, home_s) if device else link.run(now_s, slower * pipeline.hop_s)
-        now_s = engines[0].run(now_s, REST_PART / 2 * pipeline.alone_s / pipeline.num_calls)
-        longest_s = max(longest_s, now_s)
+    """Return how many times as fast as the fastest device alone the calls are, launched in turn over these groups.
+
+    A little less than `step_seconds` says: no cut is to count on two calls that come at the same time.
+    """
+    longest_s = step_seconds(pipeline, devices_of(runs, pipeline.num_devices), late=LATE)
     return pipeline.alone_s / longest_s if longest_s else 1.0
 
 
@@ -166,7 +110,7 @@ def best_cut(pipeline: Pipeline, cuts: Sequence[list[tuple[int, ...]]]) -> list[
     with shorter and longer hops, and count by the mean: a hair's breadth decides who computes first.
     """
     gains = sorted(((predict(pipeline, runs), number) for number, runs in enumerate(cuts)), reverse=True)
-    others = [replace(pipeline, hop_s=factor * pipeline.hop_s) for factor in OTHER_HOPS]
+    others = [replace(pipeline, hop_s=tuple(factor * hop_s for hop_s in pipeline.hop_s)) for factor in OTHER_HOPS]
     means = {
         number: (gain + sum(predict(other, cuts[number]) for other in others)) / (1 + len(others))
         for gain, number in gains[:NUM_TRIED]
@@ -219,7 +163,7 @@ def cut_in_turn(
     low, high = 0.0, sum(times) / min(parts)  # of a group with part 1
     lengths = fill_from_the_end(times, parts, high)
     assert lengths is not None
-    for _ in range(BISECTIONS):
+    while high - low > EXACT * high:
         middle = (low + high) / 2
         found = fill_from_the_end(times, parts, middle)
         if found is None:
@@ -244,6 +188,12 @@ def fill_from_the_end(times: Sequence[float], parts: Sequence[float], most_s: fl
             lengths[index] += 1
             room_s -= times[left]
     return None if left else lengths
+
+
+def devices_of(runs: Sequence[Sequence[int]], num_devices: int) -> list[int]:
+    """Return of each block, in order, the number of the device that has its group."""
+    order = devices_in_turn(len(runs), num_devices)
+    return [device for run, device in zip(runs, order, strict=True) for _ in run]
 
 
 def of_devices(runs: Sequence[tuple[int, ...]], num_devices: int) -> list[tuple[int, ...]]:

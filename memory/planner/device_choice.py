@@ -1,10 +1,12 @@
 """Which devices compute the components that the user left to ``auto``: as a whole run is predicted to take least time.
 
 [Note: choosing devices] A component may compute on each accelerator alone, or, if none holds it beside its
-activations, split over several. What a choice costs is the time of all forwards and of what has to come back to the
-devices in a repeated run ([Note: repeated run] in `run_plan.py`), by bounds that need no schedule. One component after
-the other gets its best choice beside those of the others, until nothing gains. Of choices that are about as fast comes
-first: everything resident, no streaming from RAM, on fewer devices, on the device with most memory available.
+activations, split over several. One whose forwards consist of several calls may also be split in groups in turn, all of
+it resident, where that is predicted to be faster ([Note: groups in turn] in `block_groups.py`). What a choice costs is
+the time of all forwards and of what has to come back to the devices in a repeated run ([Note: repeated run] in
+`run_plan.py`), by bounds that need no schedule. One component after the other gets its best choice beside those of the
+others, until nothing gains. Of choices that are about as fast comes first: everything resident, no streaming from RAM,
+on fewer devices, on the device with most memory available.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from math import prod
 
-from ..options.placement import PlacementItem, SplitRatio
+from ..options.placement import AUTO_GROUPS, PlacementItem, SplitRatio
 from ..options.profile import OffloadProfile
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 from ..weights.component import Component
-from .block_groups import cut_runs
+from .block_groups import GROWTHS, MOST_GROUPS, cut_runs, of_devices
 from .capacity import DeviceCapacity, Machine
 from .device_plan import Allowed, DevicePlan, find_allowed
 from .device_store import StoreRoom, store_room
-from .run import Use
+from .layer_split import Cutter
+from .run import Use, longest_use
 from .run_plan import copy_rate, first_and_further, num_hops
 from .sizes import Sizes
+from .step_seconds import NUM_CALLS, compute_at_once, devices_by_block, pipeline_of, step_seconds
+from .tied_weights import can_split
 from .tiles import Tiles
 
 __all__ = ["Part", "choose_devices"]
@@ -33,6 +38,14 @@ __all__ = ["Part", "choose_devices"]
 SMALLEST_GAIN = 0.005
 # The second device's part of a split over two.
 TRIED_RATIOS = (0.15, 0.3, 0.45, 0.6, 0.75)
+# Of groups in turn, their numbers beside that of the devices, and how they grow: what a plan then tries closely.
+TRIED_GROUPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 12)
+TRIED_GROWTHS = (0.0, 0.3)
+# As few blocks as these are cut as closely as in a plan.
+FEW_UNITS = 16
+# The numbers by which orders of devices are compared, and how many of those are then looked at closely.
+QUICK_GROUPS = (1, 2, 3, 5)
+MOST_ORDERS = 2
 # Over more devices than these, only the orders by available memory are tried.
 MOST_PERMUTED = 3
 # So many combinations of choices are tried one by one; beyond that, changes of one or two components at a time.
@@ -63,9 +76,13 @@ class Choice:
     devices: tuple[SplitRatio, ...]
     shares: tuple[DevicePlan, ...]
     copied_bytes: Mapping[str, int]
-    """The bytes that a forward copies to each device."""
+    """The bytes that a call copies to each device."""
     store: StoreRoom | None = None
     """The other device from whose memory they come."""
+    has_groups: bool = False
+    """Whether the devices of a split have groups of blocks in turn."""
+    at_once: tuple[tuple[Use, float], ...] = ()
+    """What a forward of each use takes whose calls its devices compute at the same time."""
 
     @property
     def names(self) -> str:
@@ -76,7 +93,12 @@ class Choice:
         return any(self.copied_bytes.values())
 
     def pass_s(self, use: Use, machine: Machine) -> float:
-        """Return what a forward takes at least: computing or copying on each device, whichever is longer, and hops."""
+        """Return what a forward takes at least, all its calls together."""
+        at_once_s = next((seconds for known, seconds in self.at_once if known is use), None)
+        return use.num_calls * self.call_s(use, machine) if at_once_s is None else at_once_s
+
+    def call_s(self, use: Use, machine: Machine) -> float:
+        """Return what a call takes at least: computing or copying on each device, whichever is longer, and hops."""
         seconds = 0.0
         for index, share in enumerate(self.shares):
             times = use.times.get(share.device)
@@ -92,7 +114,7 @@ class Choice:
         return seconds + self.hop_s(use, machine)
 
     def hop_s(self, use: Use, machine: Machine) -> float:
-        """Return what the hops of a forward take over the slower of the links."""
+        """Return what the hops of a call take over the slower of the links."""
         hops = num_hops(self.shares) if len(self.shares) > 1 else 0
         if not hops or not use.carried_bytes:
             return 0.0
@@ -113,13 +135,17 @@ def choose_devices(
     options: dict[str, list[Choice]] = {}
     for part in parts:
         name, given = part.sizes.component.name, part.item.devices
+        own = [use for use in uses if use.component == name]
         if given:
-            choice = choose_for(part.sizes, given, machine, part.profile)
+            in_turn = (
+                None if part.item.groups is None else choose_in_turn(part.sizes, given, machine, part.profile, own)
+            )
+            choice = in_turn or choose_for(part.sizes, given, machine, part.profile, own)
             found = [] if choice is None else [choice]
         else:
             others = [device for device in accelerators if device.name != part.item.tier] or accelerators
             may_split = part.may_split and can_split(part.sizes.component)
-            found = find_choices(part.sizes, others, machine, part.profile, may_split=may_split)
+            found = find_choices(part.sizes, others, machine, part.profile, own, may_split=may_split)
             if part.item.tier == "device":
                 found = [choice for choice in found if not choice.streams] or found
             elif part.item.tier is None:
@@ -139,7 +165,8 @@ def choose_devices(
 def placed(item: PlacementItem, choice: Choice) -> PlacementItem:
     """Return what was asked of a component with the devices that were chosen."""
     tier = choice.store.device if choice.store is not None else item.tier
-    return replace(item, component=choice.component.name, devices=choice.devices, tier=tier)
+    groups = AUTO_GROUPS if choice.has_groups else None
+    return replace(item, component=choice.component.name, devices=choice.devices, tier=tier, groups=groups)
 
 
 def stored_elsewhere(choice: Choice, part: Sizes, machine: Machine) -> list[Choice]:
@@ -161,20 +188,6 @@ def is_no_slower(room: StoreRoom, from_ram: float) -> bool:
     if room.link is None or room.link.bytes_per_s is None:
         return False
     return room.link.bytes_per_s > from_ram * (1 - SMALLEST_GAIN if room.link.is_direct else 1)
-
-
-def can_split(component: Component) -> bool:
-    """Whether blocks of a component may be on several devices: no two of them share a weight."""
-    paths = [f"{block.name}." for block in component.blocks]
-    if len(paths) < 2:
-        return False
-    for block in (*component.blocks, component.non_block):
-        for tensor in block.tensors:
-            if tensor.other_names:
-                names = (tensor.name, *tensor.other_names)
-                if len({path for path in paths for name in names if name.startswith(path)}) > 1:
-                    return False
-    return True
 
 
 def by_room(machine: Machine) -> list[DeviceCapacity]:
@@ -199,24 +212,77 @@ def find_choices(
     accelerators: Sequence[DeviceCapacity],
     machine: Machine,
     profile: OffloadProfile,
+    uses: Sequence[Use],
     *,
     may_split: bool,
 ) -> list[Choice]:
-    """Return the ways to compute a component: on each accelerator alone, and split if none holds all of it."""
+    """Return the ways to compute a component: on each accelerator alone, and split.
+
+    Split in runs if no accelerator holds all of it; in groups in turn if a forward consists of several calls.
+    """
     names = [device.name for device in accelerators]
-    alone = [choose_for(part, (SplitRatio(device=name),), machine, profile) for name in names]
+    alone = [choose_for(part, (SplitRatio(device=name),), machine, profile, uses) for name in names]
     found = [choice for choice in alone if choice is not None]
-    if any(not choice.streams for choice in found) or not may_split:
+    if not may_split:
         return found
     orders = [order for count in range(2, MOST_PERMUTED + 1) for order in permutations(names[:MOST_PERMUTED], count)]
     orders += [tuple(names[:count]) for count in range(MOST_PERMUTED + 1, len(names) + 1)]
-    for order in orders:
-        if len(order) <= len(part.component.blocks):
+    orders = [order for order in orders if len(order) <= len(part.component.blocks)]
+    if all(choice.streams for choice in found):
+        for order in orders:
             for ratios in cuts_of(part, order, machine, profile):
-                choice = choose_for(part, ratios, machine, profile)
+                choice = choose_for(part, ratios, machine, profile, uses)
                 if choice is not None:
                     found.append(choice)
+    if any(use.num_calls > 1 and not use.one_by_one for use in uses):
+        splits = [tuple(SplitRatio(device=name) for name in order) for order in orders]
+        quick = [choose_in_turn(part, split, machine, profile, uses, is_quick=True) for split in splits]
+        fastest = sorted(filter(None, quick), key=lambda choice: total_s(choice, uses, machine))
+        closely = (choose_in_turn(part, choice.devices, machine, profile, uses) for choice in fastest[:MOST_ORDERS])
+        found += [choice for choice in closely if choice is not None]
     return found
+
+
+def total_s(choice: Choice, uses: Sequence[Use], machine: Machine) -> float:
+    """Return what all forwards of some uses take at least."""
+    return sum(use.num_passes * choice.pass_s(use, machine) for use in uses)
+
+
+def choose_in_turn(
+    part: Sizes,
+    devices: tuple[SplitRatio, ...],
+    machine: Machine,
+    profile: OffloadProfile,
+    uses: Sequence[Use],
+    *,
+    is_quick: bool = False,
+) -> Choice | None:
+    """Return a component split in groups in turn, about as a plan would cut it, or about as fast if ``is_quick``.
+
+    None where it does not fit all resident, or nothing tells how long it takes.
+    """
+    use = longest_use(uses, part.component.name)
+    used = devices[: max(1, len(part.component.blocks))]
+    pipeline = None if use is None else pipeline_of(use, [split.device for split in used], machine)
+    if use is None or pipeline is None or len(used) < 2:
+        return None
+    part = part.decoding(NUM_CALLS)
+    cutter = Cutter(part, used, machine, profile, pipeline)
+    if is_quick:
+        runs = cutter.best(beside(QUICK_GROUPS, len(used)), (0.0,), is_close=False, moves=False)
+    elif len(cutter.units) <= FEW_UNITS:
+        runs = cutter.best(range(len(used), FEW_UNITS + 1), GROWTHS)
+    else:
+        runs = cutter.best(beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS, is_close=False)
+    if runs is None:
+        return None
+    choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)))
+    return replace(choice, has_groups=True) if choice is not None and compute_at_once(choice.shares, use) else None
+
+
+def beside(factors: Sequence[float], num_devices: int) -> list[int]:
+    """Return numbers of groups that are so many times the number of devices."""
+    return [min(MOST_GROUPS, round(num_devices * factor)) for factor in factors]
 
 
 def cuts_of(
@@ -253,12 +319,22 @@ def allowed_on(part: Sizes, device: str, machine: Machine, profile: OffloadProfi
 
 
 def choose_for(
-    part: Sizes, devices: tuple[SplitRatio, ...], machine: Machine, profile: OffloadProfile
+    part: Sizes,
+    devices: tuple[SplitRatio, ...],
+    machine: Machine,
+    profile: OffloadProfile,
+    uses: Sequence[Use] = (),
+    groups: Sequence[tuple[int, ...]] = (),
 ) -> Choice | None:
-    """Return a component on given devices; None where its least form exceeds one of them."""
+    """Return a component on given devices; None where its least form exceeds one of them.
+
+    Args:
+        uses: its own.
+        groups: the blocks of each device; by default one run each, by the ratios.
+    """
     used = devices[: max(1, len(part.component.blocks))]
-    runs: Sequence[tuple[int, ...]] = [tuple(range(len(part.component.blocks)))]
-    if len(used) > 1:
+    runs: Sequence[tuple[int, ...]] = groups or [tuple(range(len(part.component.blocks)))]
+    if len(used) > 1 and not groups:
         left = 1.0 - sum(split.ratio or 0.0 for split in used)
         rooms = [machine.device(split.device).available_bytes for split in used]
         in_all = sum(room for split, room in zip(used, rooms, strict=True) if split.ratio is None) or 1
@@ -276,7 +352,13 @@ def choose_for(
             share, copied[split.device] = estimate_streaming(allowed)
         copied.setdefault(split.device, 0)
         shares.append(share)
-    return Choice(component=part.component, devices=used, shares=tuple(shares), copied_bytes=copied)
+    choice = Choice(component=part.component, devices=used, shares=tuple(shares), copied_bytes=copied)
+    if choice.streams or len(shares) < 2:
+        return choice
+    names, device_of = [split.device for split in used], devices_by_block(shares)
+    pipelines = [(use, pipeline_of(use, names, machine)) for use in uses if compute_at_once(shares, use)]
+    at_once = ((use, step_seconds(pipeline, device_of)) for use, pipeline in pipelines if pipeline is not None)
+    return replace(choice, at_once=tuple(at_once))
 
 
 def estimate_streaming(allowed: Allowed) -> tuple[DevicePlan, int]:
@@ -371,6 +453,8 @@ def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Seque
         is_faster = (choice.store.bytes_per_s or 0.0) > from_ram * (1 + SMALLEST_GAIN)
         beside_ram = "faster than from RAM" if is_faster else "as fast as from RAM"
         return f"auto: streams from free memory of {choice.store.device}, which is {beside_ram}: {way}"
+    if choice.has_groups:
+        return explain_groups(choice, options[name], machine)
     if len(choice.devices) > 1:
         kept = "all of it is resident" if not choice.streams else "less of it streams"
         alone = next((other for other in options[name] if len(other.devices) == 1), None)
@@ -389,3 +473,14 @@ def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Seque
     if others:
         return f"auto: on {device} it stays loaded beside {', '.join(others)} on {largest.name}"
     return f"auto: {device}, with which a run takes least time"
+
+
+def explain_groups(choice: Choice, options: Sequence[Choice], machine: Machine) -> str:
+    """Return why a component is split in groups in turn, in one line."""
+    use, seconds = max(choice.at_once, key=lambda known: known[0].num_passes)
+    alone = [(other.pass_s(use, machine), other.names) for other in options if len(other.devices) == 1]
+    told = f"auto: {choice.names} compute the {use.num_calls} calls of a forward at the same time"
+    if not alone:
+        return f"{told}: about {format_seconds(seconds)}; no device alone can compute it"
+    alone_s, name = min(alone)
+    return f"{told}: about {format_seconds(seconds)}, on {name} alone {format_seconds(alone_s)}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from ..options.placement import AUTO_GROUPS, SplitRatio
@@ -14,7 +15,7 @@ from .block_groups import (
     GROWTHS,
     HOP_PART,
     MOST_GROUPS,
-    Pipeline,
+    REST_PART,
     balance,
     best_cut,
     cut_in_turn,
@@ -26,9 +27,14 @@ from .block_groups import (
 )
 from .capacity import Machine
 from .device_limit import find_limit
+from .run import Use
 from .sizes import Sizes
+from .step_seconds import NUM_CALLS, Pipeline, hop_seconds_between, pipeline_of
 
-__all__ = ["count_groups", "split_blocks", "split_in_turn"]
+__all__ = ["Cutter", "count_groups", "split_blocks", "split_in_turn"]
+
+# So many blocks are cut one by one; of more, some that follow each other are one unit.
+MOST_UNITS = 96
 
 
 def split_blocks(
@@ -73,6 +79,7 @@ def split_in_turn(
     profile: OffloadProfile,
     reasons: list[str],
     block_seconds: Mapping[int, float] | None = None,
+    use: Use | None = None,
 ) -> list[tuple[int, ...]] | None:
     """Cut the blocks into groups that the devices have in turn ([Note: groups in turn] in `block_groups.py`).
 
@@ -82,35 +89,20 @@ def split_in_turn(
     Args:
         num_groups: of all devices together; `AUTO_GROUPS`: as many as are predicted to gain most.
         block_seconds: what each block was measured to compute.
+        use: what the component computes, with the times that are predicted of it.
     """
     numbers = range(len(sizes.component.blocks))
-    times, by = find_times(sizes, len(devices), block_seconds)
-    rooms = [room_for(sizes, split.device, machine, profile, first=not index) for index, split in enumerate(devices)]
-    speeds = find_speeds(devices, machine)
-    ratios = ratios_in_turn(devices, speeds, [room / sum(sizes.blocks) for room in rooms])
-    pipeline = Pipeline(block_s=times, speeds=speeds, hop_s=sum(times) * HOP_PART)
-    least, most = len(devices), min(len(numbers), MOST_GROUPS)
-    tried = range(least, most + 1) if num_groups == AUTO_GROUPS else [max(least, min(num_groups, len(numbers)))]
-
-    def fits(runs: list[tuple[int, ...]]) -> bool:
-        taken = [sum(sizes.blocks[block] for block in blocks) for blocks in of_devices(runs, len(devices))]
-        return all(num_bytes <= room for num_bytes, room in zip(taken, rooms, strict=True))
-
-    cuts: list[list[tuple[int, ...]]] = []
-    for number, growth in product(tried, GROWTHS):
-        runs = cut_in_turn(times, ratios, number, growth)
-        if runs not in cuts and fits(runs):
-            cuts.append(runs)
-    if not cuts:
+    pipeline, by = find_pipeline(sizes, devices, machine, block_seconds, use)
+    tried = range(len(devices), MOST_GROUPS + 1) if num_groups == AUTO_GROUPS else [num_groups]
+    cutter = Cutter(sizes, devices, machine, profile, pipeline, most_groups=max(tried))
+    best = cutter.best(tried, GROWTHS)
+    if best is None:
         return None
-    best = best_cut(pipeline, cuts)
-    if not any(split.ratio for split in devices):
-        best = improve(pipeline, best, fits)
     gain = predict(pipeline, best)
     chosen, groups = len(best), of_devices(best, len(devices))
     if num_groups > chosen:
         reasons.append(f"split: {num_groups} groups asked for, {chosen} possible: it has {len(numbers)} blocks")
-    for index, (split, blocks, ratio) in enumerate(zip(devices, groups, ratios, strict=True)):
+    for index, (split, blocks, ratio) in enumerate(zip(devices, groups, cutter.ratios, strict=True)):
         turns = len(devices_in_turn(chosen, len(devices))[index :: len(devices)])
         what = f"{len(blocks)} blocks in {turns} of {chosen} groups" if turns > 1 else f"{len(blocks)} blocks in a run"
         reasons.append(f"split: {what} on {split.device} (target {ratio:.0%})")
@@ -121,6 +113,73 @@ def split_in_turn(
     return groups
 
 
+class Cutter:
+    """Cuts the blocks of a component into groups for devices in turn.
+
+    By ratios if there are any, else by the devices' speeds, as far as their memory allows. Of hundreds of blocks some
+    that follow each other stay together.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        devices: Sequence[SplitRatio],
+        machine: Machine,
+        profile: OffloadProfile,
+        pipeline: Pipeline,
+        *,
+        most_groups: int = MOST_GROUPS,
+    ) -> None:
+        self.num_devices = len(devices)
+        self.is_open = not any(split.ratio for split in devices)
+        self.rooms = [
+            room_for(sizes, split.device, machine, profile, first=not index) for index, split in enumerate(devices)
+        ]
+        count = len(sizes.component.blocks)
+        together = -(-count // max(MOST_UNITS, 2 * most_groups))
+        self.units = [range(begin, min(count, begin + together)) for begin in range(0, count, together)]
+        self.unit_bytes = [sum(sizes.blocks[number] for number in unit) for unit in self.units]
+        self.pipeline = pipeline if together == 1 else pipeline.joined(self.units)
+        takes = [sum(seconds) for seconds in pipeline.block_s]
+        speeds = [min(takes) / seconds if seconds else 1.0 for seconds in takes]
+        self.ratios = ratios_in_turn(devices, speeds, [room / sum(sizes.blocks) for room in self.rooms])
+        self.times = self.pipeline.block_s[speeds.index(max(speeds))]
+
+    def fits(self, runs: Sequence[tuple[int, ...]]) -> bool:
+        """Whether each device can have its groups of units resident."""
+        taken = [sum(self.unit_bytes[unit] for unit in units) for units in of_devices(runs, self.num_devices)]
+        return all(num_bytes <= room for num_bytes, room in zip(taken, self.rooms, strict=True))
+
+    def cuts(self, numbers: Iterable[int], growths: Sequence[float]) -> list[list[tuple[int, ...]]]:
+        """Return the cuts of units into so many groups that fit, each once."""
+        if min(self.ratios) <= 0:
+            return []
+        possible = {max(self.num_devices, min(number, len(self.units))) for number in numbers}
+        found: list[list[tuple[int, ...]]] = []
+        for number, growth in product(sorted(possible), growths):
+            runs = cut_in_turn(self.times, self.ratios, number, growth)
+            if runs not in found and self.fits(runs):
+                found.append(runs)
+        return found
+
+    def best(
+        self, numbers: Iterable[int], growths: Sequence[float], *, is_close: bool = True, moves: bool = True
+    ) -> list[tuple[int, ...]] | None:
+        """Return the blocks of each group of the cut that gains most; None if no device could have its blocks.
+
+        Args:
+            is_close: predict those that gain most again, with other hops.
+            moves: then move single blocks, where no ratios say how many each device has.
+        """
+        cuts = self.cuts(numbers, growths)
+        if not cuts:
+            return None
+        runs = best_cut(self.pipeline, cuts) if is_close else max(cuts, key=lambda cut: predict(self.pipeline, cut))
+        if moves and self.is_open:
+            runs = improve(self.pipeline, runs, self.fits)
+        return [tuple(number for unit in run for number in self.units[unit]) for run in runs]
+
+
 def count_groups(shares: Sequence[Sequence[int]]) -> int:
     """Return the number of groups of consecutive blocks on one device."""
     device_of = {number: index for index, blocks in enumerate(shares) for number in blocks}
@@ -128,12 +187,44 @@ def count_groups(shares: Sequence[Sequence[int]]) -> int:
     return sum(device != before for device, before in zip(order, [-1, *order], strict=False))
 
 
+def find_pipeline(
+    sizes: Sizes,
+    devices: Sequence[SplitRatio],
+    machine: Machine,
+    block_seconds: Mapping[int, float] | None,
+    use: Use | None,
+) -> tuple[Pipeline, str]:
+    """Return what calls take on the devices of a split, and by what: in seconds, or in any unit if nothing was timed.
+
+    A hop takes what the link and the bytes between blocks say, where they and the times are known, else `HOP_PART`.
+    """
+    count = len(sizes.component.blocks)
+    num_calls = use.num_calls if use is not None and use.num_calls > 1 else NUM_CALLS
+    names = [split.device for split in devices]
+    is_measured = block_seconds is not None and block_seconds.keys() == {*range(count)}
+    predicted = pipeline_of(use, names, machine) if use is not None and not is_measured else None
+    if predicted is not None:
+        return replace(predicted, num_calls=num_calls), "predicted times of blocks and hops"
+    times, by = find_times(sizes, len(devices), block_seconds if is_measured else None)
+    alike = Pipeline.alike(
+        block_s=times,
+        speeds=find_speeds(devices, machine),
+        hop_s=sum(times) * HOP_PART,
+        rest_s=sum(times) * REST_PART,
+        num_calls=num_calls,
+    )
+    hops = hop_seconds_between(names, use.carried_bytes, machine) if use is not None and use.carried_bytes else None
+    if is_measured and hops is not None:
+        return replace(alike, hop_s=hops), f"{by} and predicted ones of hops"
+    return alike, by
+
+
 def find_times(
     sizes: Sizes, num_devices: int, block_seconds: Mapping[int, float] | None
 ) -> tuple[tuple[float, ...], str]:
     """Return what each block is assumed to take, in any unit, and by what ([Note: kinds of blocks])."""
     count = len(sizes.component.blocks)
-    if block_seconds is not None and block_seconds.keys() == {*range(count)}:
+    if block_seconds is not None:
         return tuple(block_seconds[number] for number in range(count)), "measured times of blocks"
     kinds = Counter(tuple(tensor.shape for tensor in block.tensors) for block in sizes.component.blocks)
     if min(kinds.values(), default=0) > num_devices:

@@ -14,7 +14,6 @@ from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import forms_in_file, numbers_of
-from .block_groups import NUM_CALLS
 from .capacity import Machine
 from .device_plan import DevicePlan, plan_share
 from .device_store import beside_stored
@@ -34,7 +33,10 @@ from .mixed_tiers import share_ram
 from .plan import ComponentPlan, Plan
 from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
+from .run import Use, longest_use
 from .sizes import Sizes, explain_non_block
+from .step_seconds import NUM_CALLS, ONE_SCRATCH, STREAMS, why_in_turn
+from .tied_weights import refuse_tied_split
 from .workload import find_blocking
 
 __all__ = ["draft", "explain_integrated", "granularity_of", "plan_components", "weights_to_measure"]
@@ -56,6 +58,7 @@ def plan_components(
     profile: OffloadProfile,
     precision: PrecisionRequest = None,
     block_seconds: Mapping[str, Mapping[int, float]] | None = None,
+    uses: Sequence[Use] = (),
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory all together.
 
@@ -66,9 +69,10 @@ def plan_components(
     Args:
         precision: None is what the profile says.
         block_seconds: by component, what each of its blocks was measured to compute, in the order in which they ran.
+        uses: what the components compute: how a split is cut for micro-batches.
 
     Raises:
-        InvalidInput: a budget or tier that cannot be met as written.
+        InvalidInput: a budget or tier that cannot be met as written; a split of what shares weights.
         DoesNotFit: a component whose least form exceeds what its device can have.
     """
     drafts = [draft(component, machine, placement, profile, precision) for component in components]
@@ -76,10 +80,14 @@ def plan_components(
     shared = []
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
         seconds = (block_seconds or {}).get(part.component.name)
-        shares = plan_in_turn(part, devices, machine, profile, reasons, seconds)
+        use = longest_use(uses, part.component.name)
+        shares = plan_in_turn(part, devices, machine, profile, reasons, seconds, use)
         if not shares:
             groups = split_blocks(part.sizes, devices, machine, profile, reasons)
             shares = plan_shares(part, devices, groups, machine, profile, seconds)
+            if part.item.groups is None and len(shares) > 1 and use is not None and (off := why_in_turn(shares, use)):
+                reasons.append(f"micro-batches: off: {off}")
+        refuse_tied_split(part.component, shares)
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     for part, (_, _, reasons) in zip(shared, drafts, strict=True):
@@ -134,6 +142,7 @@ def plan_in_turn(
     profile: OffloadProfile,
     reasons: list[str],
     seconds: Mapping[int, float] | None,
+    use: Use | None,
 ) -> tuple[DevicePlan, ...]:
     """Return the shares of a split in groups in turn; none where that was not asked for, or gains nothing."""
     asked = part.item.groups
@@ -143,18 +152,17 @@ def plan_in_turn(
     for number in decodes:
         lines: list[str] = []
         beside = replace(part, sizes=part.sizes.decoding(number))
-        groups = split_in_turn(beside.sizes, devices, asked, machine, profile, lines, seconds)
+        groups = split_in_turn(beside.sizes, devices, asked, machine, profile, lines, seconds, use)
         shares = () if groups is None else plan_shares(beside, devices, groups, machine, profile, seconds)
-        is_resident = bool(shares) and not any(share.streamed for share in shares)
-        if is_resident and number == decodes[0]:
+        off = why_in_turn(shares, use) or ("" if shares else STREAMS)
+        if not off:
             reasons += lines
             return shares
-    if is_resident:
+    does_not_fit = off in (STREAMS, ONE_SCRATCH)
+    if off == ONE_SCRATCH:
         off = "there is no room to decode weights for each half of a step"
-    else:
-        off = "blocks stream, and each half of a step would fetch them"
     reasons.append(f"micro-batches: off: {off}")
-    if asked == AUTO_GROUPS:
+    if does_not_fit and asked == AUTO_GROUPS:
         return ()
     reasons += [line for line in lines if line.startswith("split")]
     return shares

@@ -10,14 +10,16 @@ from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import KeptFree, Machine
+from .clones import explain_clones
 from .device_choice import Part, choose_devices
 from .device_plan import DevicePlan
 from .device_store import beside_stored
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
-from .run import BlockTimes, Use, largest_activations, usual_uses, with_slack
+from .run import BlockTimes, Use, largest_activations, longest_use, usual_uses, with_slack
 from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds, tiled_seconds
+from .step_seconds import compute_at_once, devices_by_block, pipeline_of, step_seconds
 from .tiles import Tiles
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
@@ -86,6 +88,7 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             profile=request.profile,
             precision=request.precision,
             block_seconds=request.block_seconds,
+            uses=uses,
         )
         components = tuple(
             replace(part, choices=(reasons[part.component], *explain_integrated(machine), *part.choices))
@@ -102,7 +105,33 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
         for plan in plans
         for part in plan.components
     }
+    for number, plan in enumerate(plans):
+        compared = (
+            beside_clones(by_name[part.component], part, settled[part.component], uses, machine, plan.profile)
+            for part in plan.components
+        )
+        plans[number] = replace(plan, components=tuple(compared))
     return plans, run_of(plans, settled, uses, machine)
+
+
+def beside_clones(
+    component: Component,
+    plan: ComponentPlan,
+    shares: Sequence[DevicePlan],
+    uses: Sequence[Use],
+    machine: Machine,
+    profile: OffloadProfile,
+) -> ComponentPlan:
+    """Return a plan with the line that compares it with clones on several devices, where there may be some.
+
+    Args:
+        shares: the settled ones.
+    """
+    use = longest_use(uses, component.name)
+    line = ""
+    if use is not None and use.may_clone:
+        line = explain_clones(component, plan, use, machine, profile, forward_seconds(shares, use, machine))
+    return replace(plan, choices=(*plan.choices, line)) if line else plan
 
 
 def matching(use: Use, requests: Sequence[PlanRequest]) -> Use:
@@ -178,7 +207,16 @@ def run_of(
         of = settled[use.component]
         if tiles is not None and use.tiling is not None and len(of) == 1:
             return tiled_seconds(of[0], use.tiling, tiles, machine)
-        hop_s = hop_seconds(of, use.carried_bytes, machine)
-        return None if hop_s is None else run_seconds(of, use.times, hop_s)
+        return forward_seconds(of, use, machine)
 
     return first_and_further(shares, uses, machine, pass_s=pass_s)
+
+
+def forward_seconds(shares: Sequence[DevicePlan], use: Use, machine: Machine) -> float | None:
+    """Return what a forward takes, all its calls together: at the same time where they can be, else in turn."""
+    if compute_at_once(shares, use):
+        pipeline = pipeline_of(use, [share.device for share in shares], machine)
+        return None if pipeline is None else step_seconds(pipeline, devices_by_block(shares))
+    hop_s = hop_seconds(shares, use.carried_bytes, machine)
+    call_s = None if hop_s is None else run_seconds(shares, use.times, hop_s)
+    return None if call_s is None else use.num_calls * call_s

@@ -9,7 +9,16 @@ from typing import Protocol
 from ..weights.component import Component
 from .tiles import TileChoice, Tiles
 
-__all__ = ["KINDS_OF_STEPS", "BlockTimes", "Tiling", "Use", "largest_activations", "usual_uses", "with_slack"]
+__all__ = [
+    "KINDS_OF_STEPS",
+    "BlockTimes",
+    "Tiling",
+    "Use",
+    "largest_activations",
+    "longest_use",
+    "usual_uses",
+    "with_slack",
+]
 
 # The order in which the parts of a pipeline compute, and how often each does where nothing tells: a sampler's steps.
 USUAL_ORDER = ("text", "vision", "control", "diffusion", "vae")
@@ -24,6 +33,8 @@ class BlockTimes:
 
     blocks_s: tuple[float, ...]
     other_s: float = 0.0
+    launch_s: float = 0.0
+    """What of the forward is the host's time to launch it: calls that compute at the same time share the host."""
 
     @property
     def pass_s(self) -> float:
@@ -60,6 +71,13 @@ class Use:
     component: str
     kind: str = ""
     num_passes: int = 1
+    num_calls: int = 1
+    """Of how many independent calls each forward consists, such as the conditional and the unconditional half of a
+    step: micro-batches, where devices can compute them at the same time."""
+    one_by_one: str = ""
+    """Why its calls are no micro-batches whatever computes them; empty where that is not known, or they are."""
+    may_clone: bool = False
+    """Whether its calls may also be computed by clones of all of it, one per device, as ComfyUI can."""
     activation_bytes: int | None = None
     """What its forwards take beside the weights, on the device of its non-block weights; None: not known."""
     held_bytes: int = 0
@@ -69,7 +87,7 @@ class Use:
     tiling: Tiling | None = field(default=None, compare=False)
     """How it is computed in tiles where it does not fit beside the model that sampled; None: never."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
-    """By device, as far as they are known."""
+    """By device, as far as they are known: of one call."""
     what: str = ""
     """What it computes, in words, such as ``20 steps at 1024x1024``."""
 
@@ -99,3 +117,12 @@ def largest_activations(uses: Sequence[Use], component: str) -> int | None:
         if use.component == component and use.activation_bytes is not None
     ]
     return max(known, default=None)
+
+
+def longest_use(uses: Sequence[Use], component: str) -> Use | None:
+    """Return the use of a component that makes most calls; None where there is none."""
+    return max(
+        (use for use in uses if use.component == component),
+        key=lambda use: use.num_passes * use.num_calls,
+        default=None,
+    )

@@ -163,6 +163,7 @@ class RunPlan:
             peak, left = self.peak_bytes(device), self.remaining_bytes(device)
             left_text = f"{format_bytes(left)} remain" if left >= 0 else f"{format_bytes(-left)} too much"
             lines.append(f"  {device}: at most {format_bytes(peak)} of {format_bytes(self.room[device])}, {left_text}")
+        lines += [f"  {device}: nothing computes there" for device in self.room if device not in self.devices]
         return "\n".join([*lines, *(f"  - {line}" for line in self.turns)])
 
     def to_json(self) -> dict[str, Any]:

@@ -463,6 +463,11 @@ class ManagedComponent:
             return why_one_by_one(self.shares)
         return "blocks stream, and a second call would fetch them once more" if self.plan.streams else ""
 
+    def note_micro_batches(self, said: str) -> None:
+        """Have the plan tell what was found of its micro-batches in place of what it expected."""
+        kept = [line for line in self.plan.choices if not line.startswith("micro-batches: ")]
+        self.plan = replace(self.plan, choices=(*kept, f"micro-batches: {said}"))
+
     def run_micro_batches(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Make independent calls of the module of which several devices compute parts at the same time.
 

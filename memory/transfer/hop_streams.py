@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from .stream_pool import take_stream
+
 __all__ = ["send_beside"]
 
 hop_streams: dict[tuple[torch.device, int], torch.Stream] = {}
@@ -20,7 +22,7 @@ def hop_stream(compute: torch.Stream) -> torch.Stream:
     """Return the stream for copies from a stream that computes, the same one each time."""
     key = compute.device, compute.stream_id
     if key not in hop_streams:
-        hop_streams[key] = torch.Stream(device=compute.device)
+        hop_streams[key] = take_stream(compute.device)
     return hop_streams[key]
 
 

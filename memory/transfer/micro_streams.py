@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .stream_pool import take_stream
+
 __all__ = ["MicroStreams"]
 
 known_streams: dict[tuple[torch.device, int], torch.Stream] = {}
@@ -33,7 +35,7 @@ def stream_for(device: torch.device, number: int) -> torch.Stream:
     """Return the stream of a micro-batch on a device, the same one each time."""
     key = device, number
     if key not in known_streams:
-        known_streams[key] = torch.Stream(device=device)
+        known_streams[key] = take_stream(device)
     return known_streams[key]
 
 

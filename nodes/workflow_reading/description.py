@@ -150,6 +150,8 @@ class WorkflowUse:
     conds: int | None = None
     """How many times a step evaluates the model for each latent: 1 without guidance, 2 with a negative prompt. Of a
     pipeline the most: those that take guidance as a number, such as Flux, evaluate once."""
+    has_hooks: bool = False
+    """Whether a conditioning changes weights while it is computed."""
     denoise: float | None = None
     tiling: Tiling | None = None
     references: tuple[Size | None, ...] = ()

@@ -52,12 +52,15 @@ class Conditioning:
     controls: tuple[int, ...] = ()
     references: tuple[tuple[str, Size | None], ...] = ()
     """Each with the node and the input that attached it."""
+    has_hooks: bool = False
+    """Whether hooks change weights where it is computed."""
 
     def joined(self, other: Conditioning) -> Conditioning:
         """Return what both have; what has come on two ways is there once."""
         return Conditioning(
             tuple(dict.fromkeys(self.controls + other.controls))[:MAX_ATTACHED],
             tuple(dict.fromkeys(self.references + other.references))[:MAX_ATTACHED],
+            self.has_hooks or other.has_hooks,
         )
 
 

@@ -69,8 +69,9 @@ def encode_vision(node: NodeReading) -> Sequence[Any]:
 
 
 def join(names: Sequence[Sequence[str]], node: NodeReading) -> Sequence[Any]:
-    """Return for each output the conditioning of some inputs."""
-    return tuple(node.conditioning(*inputs) for inputs in names)
+    """Return for each output the conditioning of some inputs, with the hooks that the node attaches."""
+    added = Conditioning(has_hooks=node.is_linked("hooks"))
+    return tuple(node.conditioning(*inputs).joined(added) for inputs in names)
 
 
 def apply_control(names: Sequence[str], node: NodeReading) -> Sequence[Any]:

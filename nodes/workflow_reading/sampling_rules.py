@@ -137,6 +137,7 @@ def sample_with(node: NodeReading, guided: Guide, steps: Steps, latents: Picture
             steps=steps.number,
             cfg=guided.cfg,
             conds=guided.conds,
+            has_hooks=guided.conditioning.has_hooks,
             denoise=steps.denoise,
             references=references,
             unknown=unknown,

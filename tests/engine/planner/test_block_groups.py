@@ -14,7 +14,6 @@ from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner.block_groups import (
     GROWTHS,
     MOST_GROUPS,
-    Pipeline,
     balance,
     best_cut,
     cut_in_turn,
@@ -26,6 +25,7 @@ from highwater.memory.planner.block_groups import (
 from highwater.memory.planner.layer_split import count_groups
 from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
+from highwater.memory.planner.step_seconds import Pipeline
 from highwater.memory.units import MIB
 from highwater.memory.weights.component import Block, Component, TensorSpec
 
@@ -90,8 +90,8 @@ def test_parts_are_all_of_it_by_speed_as_far_as_there_is_room(devices: list[tupl
 
 
 def test_moving_single_blocks_only_gains() -> None:
-    pipeline = Pipeline(block_s=(1.0,) * 57, speeds=(1.0, 1.0), hop_s=0.1)
-    before = cut_in_turn(pipeline.block_s, (1.0, 0.5), 9)
+    pipeline = Pipeline.alike(block_s=(1.0,) * 57, speeds=(1.0, 1.0), hop_s=0.1)
+    before = cut_in_turn(pipeline.block_s[0], (1.0, 0.5), 9)
     after = improve(pipeline, before, lambda runs: True)
     assert [number for run in after for number in run] == [*range(57)] and len(after) == 9
     assert predict(pipeline, after) > predict(pipeline, before)
@@ -105,15 +105,15 @@ def test_groups_of_a_slower_device_take_as_long() -> None:
 
 @pytest.mark.parametrize(("num_groups", "gain"), [(2, 4 / 3), (6, 12 / 7), (10, 20 / 11)])
 def test_equal_devices_gain_most_of_what_the_number_of_groups_says(num_groups: int, gain: float) -> None:
-    pipeline = Pipeline(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=0.0)
-    gains = [predict(pipeline, cut_in_turn(pipeline.block_s, [0.5, 0.5], num_groups, growth)) for growth in GROWTHS]
+    pipeline = Pipeline.alike(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=0.0)
+    gains = [predict(pipeline, cut_in_turn(pipeline.block_s[0], [0.5, 0.5], num_groups, growth)) for growth in GROWTHS]
     assert 0.8 * gain < max(gains) < gain
 
 
 def test_a_device_half_as_fast_gains_a_third() -> None:
-    pipeline = Pipeline(block_s=(1.0,) * 57, speeds=(1.0, 0.5), hop_s=0.1)
+    pipeline = Pipeline.alike(block_s=(1.0,) * 57, speeds=(1.0, 0.5), hop_s=0.1)
     cuts = [
-        cut_in_turn(pipeline.block_s, pipeline.speeds, number, growth) for number in range(2, 20) for growth in GROWTHS
+        cut_in_turn(pipeline.block_s[0], (1.0, 0.5), number, growth) for number in range(2, 20) for growth in GROWTHS
     ]
     best = improve(pipeline, best_cut(pipeline, cuts), lambda runs: True)
     assert 1.33 < predict(pipeline, best) < 1.5
@@ -129,7 +129,9 @@ def test_no_prediction_beats_all_devices_together(
     times: list[int], speeds: list[float], hop_part: float, num_calls: int
 ) -> None:
     times += [1] * (len(speeds) - len(times))
-    pipeline = Pipeline(block_s=tuple(times), speeds=tuple(speeds), hop_s=hop_part * sum(times), num_calls=num_calls)
+    pipeline = Pipeline.alike(
+        block_s=tuple(times), speeds=tuple(speeds), hop_s=hop_part * sum(times), num_calls=num_calls
+    )
     ratios = [speed / sum(speeds) for speed in speeds]
     for number in range(len(speeds), min(len(times), 8) + 1):
         gain = predict(pipeline, cut_in_turn(times, ratios, number))
@@ -152,8 +154,8 @@ def test_each_device_has_its_part_of_every_kind() -> None:
 
 def test_slow_hops_make_fewer_groups() -> None:
     def chosen(hop_part: float) -> int:
-        pipeline = Pipeline(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=60 * hop_part)
-        cuts = [cut_in_turn(pipeline.block_s, [0.5, 0.5], number) for number in range(2, MOST_GROUPS + 1)]
+        pipeline = Pipeline.alike(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=60 * hop_part)
+        cuts = [cut_in_turn(pipeline.block_s[0], [0.5, 0.5], number) for number in range(2, MOST_GROUPS + 1)]
         return len(best_cut(pipeline, cuts))
 
     numbers = [chosen(part) for part in (0.002, 0.02, 0.1)]

@@ -13,6 +13,7 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.hosted_component import HostedComponent
 from highwater.memory.manager import live_capacity, module_plans
+from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import MIB
 
@@ -155,3 +156,29 @@ def test_another_plan_is_made_where_memory_has_become_short(sim: Any, plans: lis
         assert managed.members[0].managed.plan.streams
         assert manager.ledger.used("gpu:0") <= 12 * MIB
         del occupied
+
+
+def test_the_plan_of_a_split_says_whether_the_last_step_was_computed_at_once(
+    sim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, net = MemoryManager(), build_net()
+    monkeypatch.setattr("highwater.memory.hosted_component.default_manager", lambda: manager)
+    placement = parse_placement("gpu:0&gpu:1", devices=["gpu:0", "gpu:1"], components=["net"])
+    hosted = HostedComponent("net", "diffusion", profile=OffloadProfile(), placement=placement)
+    hosted.join(net, manager.devices["gpu:0"].torch_device)
+    hosted.load(None)
+
+    def said() -> list[str]:
+        assert hosted.member is not None
+        return [line for line in hosted.member.managed.plan.reasons if line.startswith("micro-batches: ")]
+
+    (expected,) = said()
+    assert "gpu:0 and gpu:1 compute at the same time" in expected
+    hosted.note_micro_batches("")
+    assert said() == [expected]
+    for off in ("a step has one conditioning", "another node wraps calc_cond_batch"):
+        hosted.note_micro_batches(off)
+        assert said() == [f"micro-batches: off: {off}"]
+    hosted.note_micro_batches("")
+    assert said() == ["micro-batches: its devices compute the halves of a step at the same time"]
+    hosted.release()
