@@ -304,6 +304,7 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
         activation_bytes=predicted.activation_bytes,
         held_bytes=predicted.held_bytes,
         may_tile=may_tile(call),
+        smallest_tile=smallest_tile(call),
         carried_bytes=predicted.carried_bytes,
         times=predicted.times,
         what=told(call.use),
@@ -317,6 +318,14 @@ def may_tile(call: PlannedCall) -> bool:
     if not is_coding or size is None or use.tiling is not None or not call.model.is_ours:
         return False
     return max(size.width, size.height) > LEAST_PIXELS and (use.call is Call.DECODE or call.model.kind != PIPELINE)
+
+
+def smallest_tile(call: PlannedCall) -> float:
+    """Return how much of its picture the smallest tile of a call has; 0 where its size is not known."""
+    size = call.use.size
+    if size is None or not may_tile(call):
+        return 0.0
+    return min(LEAST_PIXELS, size.width) * min(LEAST_PIXELS, size.height) / (size.width * size.height)
 
 
 def usual_passes(use: WorkflowUse) -> int:

@@ -195,11 +195,12 @@ def find_choices(
     *,
     may_split: bool,
 ) -> list[Choice]:
-    """Return the ways to compute a component: on each accelerator alone, and split if none holds all of it."""
+    """Return the ways to compute a component: on each accelerator alone, and split if one does not hold all of it."""
     names = [device.name for device in accelerators]
     alone = [choose_for(part, (SplitRatio(device=name),), machine, profile) for name in names]
     found = [choice for choice in alone if choice is not None]
-    if any(not choice.streams for choice in found) or not may_split:
+    is_held = len(found) == len(names) and not any(choice.streams for choice in found)
+    if is_held or not may_split:
         return found
     orders = [order for count in range(2, MOST_PERMUTED + 1) for order in permutations(names[:MOST_PERMUTED], count)]
     orders += [tuple(names[:count]) for count in range(MOST_PERMUTED + 1, len(names) + 1)]
@@ -294,12 +295,19 @@ def best_choices(
     """Return the choice of each component with which the run takes least time, as far as the search finds it."""
     best = {name: found[0] for name, found in options.items()}
     best_s = cost_of(best, uses, machine)
+    # What its forwards take at least: many choices need no more to be ruled out.
+    least_s = {
+        id(choice): sum(use.num_passes * choice.pass_s(use, machine) for use in uses if use.component == name)
+        for name, found in options.items()
+        for choice in found
+    }
 
     def try_all(names: Sequence[str]) -> None:
         nonlocal best, best_s
         for choices in product(*(options[name] for name in names)):
             changed = {**best, **dict(zip(names, choices, strict=True))}
-            if not are_apart(changed):
+            at_least_s = sum(least_s[id(choice)] for choice in changed.values())
+            if at_least_s > best_s * (1 + SMALLEST_GAIN) or not are_apart(changed):
                 continue
             seconds = cost_of(changed, uses, machine)
             is_alike = seconds <= best_s * (1 + SMALLEST_GAIN)
@@ -342,8 +350,8 @@ def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine)
         # Activations may take what the watermark keeps free of weights.
         left = run.remaining_bytes(device) + machine.device(device).kept_free_bytes
         seconds += max(0, -left) * OVERFULL_S
-    for use, pass_s in zip(run.uses, passes, strict=True):
-        seconds += use.use.num_passes * pass_s
+    for use in run.uses:
+        seconds += use.use.num_passes * (use.pass_s or 0.0)
         seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())
     return seconds
 

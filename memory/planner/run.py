@@ -50,6 +50,8 @@ class Use:
     """What the blocks hand on to each other: it crosses each cut of a split."""
     may_tile: bool = False
     """Whether it is computed in tiles where it does not fit beside the model that sampled."""
+    smallest_tile: float = 0.0
+    """How much of the picture the smallest tile has that is chosen; for that others make room."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as they are known."""
     what: str = ""

@@ -6,11 +6,13 @@ things leave and come back, and those are what a run costs beside its forwards.
 
 [Note: room of a decode] For a VAE text encoders leave before anything of the model that sampled. Where that does not
 suffice, and the picture is larger than the smallest tile, it is decoded in tiles that fit, and nothing of the model
-leaves.
+leaves, unless not even the smallest tile fits. Tiles overlap by a quarter, so together they compute more than the
+picture, and what streams is copied for each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +27,9 @@ __all__ = ["RunPlan", "UsePlan", "copy_rate", "first_and_further", "hop_seconds"
 
 # What a link is assumed to move where it was not measured: only to compare choices, no seconds are shown for it.
 ASSUMED_BYTES_PER_S = 25e9
+# Of a picture's side: what two tiles share, as `tiles.py` chooses them, and the smallest tile of which times are told.
+OVERLAP = 0.25
+LEAST_SIDE = 0.125
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,13 +182,14 @@ class Holdings:
 
     room: Mapping[str, int]
     """What components may take of each device together."""
-    held: dict[tuple[str, str], int] = field(default_factory=dict)
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By device, the bytes of each component."""
     pieces: dict[tuple[str, str], int] = field(default_factory=dict)
     """The bytes of a block of each: what leaves leaves in whole blocks."""
 
     def on(self, device: str) -> dict[str, int]:
         """Return what each component has of a device."""
-        return {name: num_bytes for (name, other), num_bytes in self.held.items() if other == device and num_bytes}
+        return {name: num_bytes for name, num_bytes in self.held.get(device, {}).items() if num_bytes}
 
     def left_beside(self, share: DevicePlan, component: str, others: Sequence[str]) -> int:
         """Return what activations may take of a device beside a share and what some components have there."""
@@ -199,25 +205,20 @@ class Holdings:
             beside_bytes: what its forwards take of the device.
             by_next_use: the other components, that which is used last first.
         """
-        own = self.held.get((component, share.device), 0)
-        missing = (
-            sum(self.on(share.device).values())
-            - own
-            + share.device_bytes
-            + beside_bytes
-            - self.room.get(share.device, 0)
-        )
+        here = self.held.setdefault(share.device, {})
+        own = here.get(component, 0)
+        missing = sum(here.values()) - own + share.device_bytes + beside_bytes - self.room.get(share.device, 0)
         evicted = []
-        for other in by_next_use:
-            held = self.held.get((other, share.device), 0)
+        for other in by_next_use if missing > 0 else ():
+            held = here.get(other, 0)
             piece = self.pieces.get((other, share.device), 1)
             taken = min(held, -(-missing // piece) * piece)
             if taken > 0:
-                self.held[other, share.device] = held - taken
+                here[other] = held - taken
                 evicted.append((other, share.device, taken))
                 missing -= taken
         working_bytes = share.staging_bytes + share.scratch_bytes
-        self.held[component, share.device] = share.device_bytes
+        here[component] = share.device_bytes
         # Of an estimate is not known which blocks stay, but how large they are at most.
         piece = share.resident_bytes // len(share.resident) if share.resident else share.streamed_block_bytes
         self.pieces[component, share.device] = max(1, piece)
@@ -269,21 +270,35 @@ def play(
                 steps = [name for name, kind in kinds.items() if kind in KINDS_OF_STEPS]
                 left = holdings.left_beside(share, use.component, steps)
                 if beside_bytes > left:
-                    in_tiles = beside_bytes = max(0, left)
+                    in_tiles = beside_bytes = max(0, left, int(use.smallest_tile * beside_bytes))
             loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, by_next_use)
             evicted += gone
             if loaded[share.device]:
                 rate = machine.device(share.device).link_bytes_per_s
                 load_s = None if rate is None or load_s is None else load_s + loaded[share.device] / rate
+        each_s = pass_s[number]
+        if in_tiles is not None and each_s is not None:
+            each_s = tiled_seconds(each_s, shares[use.component], in_tiles / (use.activation_bytes or 1), machine)
         yield UsePlan(
             use=use,
-            pass_s=pass_s[number],
+            pass_s=each_s,
             loaded=loaded,
             load_s=load_s,
             evicted=tuple(evicted),
             in_tiles=in_tiles,
             held={device: holdings.on(device) for device in loaded},
         )
+
+
+def tiled_seconds(whole_s: float, shares: Sequence[DevicePlan], part: float, machine: Machine) -> float:
+    """Return what a picture takes in tiles of this part of it that takes so long in one piece, by estimate."""
+    side = max(LEAST_SIDE, math.sqrt(part))
+    num_tiles = math.ceil((1 - side * OVERLAP) / (side * (1 - OVERLAP)) - 1e-9) ** 2
+    copying_s = max(
+        (share.streamed_bytes / copy_rate(machine.device(share.device)) for share in shares if share.device != "cpu"),
+        default=0.0,
+    )
+    return num_tiles * max(whole_s * side**2, copying_s)
 
 
 def copy_rate(device: DeviceCapacity) -> float:
