@@ -83,6 +83,7 @@ def main() -> int:
     )
     parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
     parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
+    parser.add_argument("--instances", type=int, help="of planner: how many random instances (1000)")
     options = parser.parse_args()
     if options.name == "gpu":
         if options.json:
@@ -100,7 +101,10 @@ def main() -> int:
         )
     if options.part or options.resume or options.rehearse:
         parser.error(f"--part, --resume and --rehearse are options of gpu, not of {options.name}")
-    result: Result = import_module(f".{options.name}", __package__).measure()
+    if options.instances is not None and (options.name != "planner" or options.instances < 1):
+        parser.error("--instances is an option of planner: 1 or more")
+    choices = {} if options.instances is None else {"num_instances": options.instances}
+    result: Result = import_module(f".{options.name}", __package__).measure(**choices)
     write_result(options.name, result)
     if options.json:
         print(

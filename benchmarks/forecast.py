@@ -23,6 +23,7 @@ from highwater.headless.comfy_stub import folder_paths
 from highwater.headless.comfy_stub.comfy_api import install
 from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import DoesNotFit, InvalidInput
+from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.run import Use
 from highwater.memory.units import GIB, MIB
 from highwater.nodes.described_hardware import DescribedDevice, Hardware
@@ -93,8 +94,8 @@ def random_case(random: Random) -> tuple[str, dict[str, Any], Hardware]:
     return name, sampling, Hardware(devices=devices, host_bytes=8 * GIB)
 
 
-def graph_of(name: str, sampling: dict[str, Any], placement: str) -> dict[str, Any]:
-    load = {"pipeline": name, "profile": "auto", "precision": "as stored", "placement": placement}
+def graph_of(name: str, sampling: dict[str, Any], placement: str, profile: str) -> dict[str, Any]:
+    load = {"pipeline": name, "profile": profile, "precision": "as stored", "placement": placement}
     sample = {"pipeline": ["load", 0], "steps": STEPS, "seed": 1, **sampling}
     return {
         "load": {"class_type": "HighwaterLoadPipeline", "inputs": load},
@@ -102,10 +103,12 @@ def graph_of(name: str, sampling: dict[str, Any], placement: str) -> dict[str, A
     }
 
 
-def plan_case(name: str, sampling: dict[str, Any], hardware: Hardware, placement: str = "auto") -> Any:
+def plan_case(
+    name: str, sampling: dict[str, Any], hardware: Hardware, placement: str = "auto", profile: str = "auto"
+) -> Any:
     from highwater.nodes.graph_plans import plan_graph
 
-    return plan_graph(graph_of(name, sampling, placement), source=name, hardware=hardware)
+    return plan_graph(graph_of(name, sampling, placement, profile), source=name, hardware=hardware)
 
 
 @dataclass(slots=True)
@@ -132,7 +135,7 @@ def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
             module.register_forward_hook(lambda *_, name=name: into.__setitem__(name, now_s() - begun[name]))
 
 
-def run_case(name: str, placement: str, samplings: list[dict[str, Any]], uses: list[Sequence[Use]]) -> list[Measured]:
+def run_case(name: str, planned: Plan, samplings: list[dict[str, Any]], uses: list[Sequence[Use]]) -> list[Measured]:
     """Load a pipeline as placed and sample each of these in turn; return what each did.
 
     Args:
@@ -145,7 +148,8 @@ def run_case(name: str, placement: str, samplings: list[dict[str, Any]], uses: l
     manager = MemoryManager()
     pipe, sources = load_with_sources(ready_pipeline(name))
     # As the nodes do, which trace again what the plan has traced.
-    managed = manage(pipe, placement=placement, files=sources, name=name, manager=manager, uses=uses[0])
+    texts = {"placement": planned.placement, "profile": str(planned.profile)}
+    managed = manage(pipe, **texts, files=sources, name=name, manager=manager, uses=uses[0])
     found = []
     seconds: dict[str, float] = {}
     watch_seconds(pipe, seconds)
@@ -211,7 +215,7 @@ def measure_one(random: Random, tally: Tally, number: int) -> None:
         for device in hardware.devices
     ]
     try:
-        other_plan = plan_case(name, other, hardware, planned.placement)
+        other_plan = plan_case(name, other, hardware, planned.placement, str(planned.profile))
     except (DoesNotFit, InvalidInput):
         tally.num_refused += 1
         return
@@ -222,9 +226,7 @@ def measure_one(random: Random, tally: Tally, number: int) -> None:
     uses, other_uses = ([use.use for use in one.run.uses] for one in (plan, other_plan))
     with simdevice.cluster(specs, pinned_bytes=hardware.pinned_bytes):
         try:
-            first, again, elsewhere = run_case(
-                name, planned.placement, [sampling, sampling, other], [uses, uses, other_uses]
-            )
+            first, again, elsewhere = run_case(name, planned, [sampling, sampling, other], [uses, uses, other_uses])
             num_failed = sum(simdevice.stats(index).num_ooms for index in range(len(specs)))
             if num_failed:
                 tally.num_retries += 1

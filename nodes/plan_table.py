@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..memory.units import format_bytes, format_seconds
@@ -183,7 +184,9 @@ def same_again(plans: Mapping[str, Plan], placements: Mapping[str, str]) -> Iter
         if len(plans) > 1:
             yield name
         title = f" ({plan.profile.title})" if plan.profile.title != plan.profile.name else ""
-        yield f"profile: {plan.profile}{title}"
+        # As the loader calls its components, which are told apart by their nodes in a plan of several.
+        budgets = [replace(item, target=item.target.partition(" (")[0]) for item in plan.profile.budgets]
+        yield f"profile: {replace(plan.profile, budgets=tuple(budgets))}{title}"
         if plan.reasons and plan.explicit_profile != str(plan.profile):
             yield f"the same with nothing left to auto: {plan.explicit_profile}"
         yield f"placement: {placements.get(name, plan.placement)}"

@@ -123,7 +123,7 @@ class Registry:
                 component,
                 node_id=node_id,
                 workflow_id=workflow_id,
-                profile=profile,
+                profile=plan.profile,
                 is_hosted=is_hosted,
                 rank=next(self.ranks),
                 choices=choices[component],

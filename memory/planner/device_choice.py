@@ -218,7 +218,7 @@ def find_choices(
 ) -> list[Choice]:
     """Return the ways to compute a component: on each accelerator alone, and split.
 
-    Split in runs if no accelerator holds all of it; in groups in turn if a forward consists of several calls.
+    Split in runs if one accelerator does not hold all of it; in groups in turn if a forward consists of several calls.
     """
     names = [device.name for device in accelerators]
     alone = [choose_for(part, (SplitRatio(device=name),), machine, profile, uses) for name in names]
@@ -228,7 +228,8 @@ def find_choices(
     orders = [order for count in range(2, MOST_PERMUTED + 1) for order in permutations(names[:MOST_PERMUTED], count)]
     orders += [tuple(names[:count]) for count in range(MOST_PERMUTED + 1, len(names) + 1)]
     orders = [order for order in orders if len(order) <= len(part.component.blocks)]
-    if all(choice.streams for choice in found):
+    is_held = len(found) == len(names) and not any(choice.streams for choice in found)
+    if not is_held:
         for order in orders:
             for ratios in cuts_of(part, order, machine, profile):
                 choice = choose_for(part, ratios, machine, profile, uses)
@@ -383,12 +384,19 @@ def best_choices(
     """Return the choice of each component with which the run takes least time, as far as the search finds it."""
     best = {name: found[0] for name, found in options.items()}
     best_s = cost_of(best, uses, machine)
+    # What its forwards take at least: many choices need no more to be ruled out.
+    least_s = {
+        id(choice): sum(use.num_passes * choice.pass_s(use, machine) for use in uses if use.component == name)
+        for name, found in options.items()
+        for choice in found
+    }
 
     def try_all(names: Sequence[str]) -> None:
         nonlocal best, best_s
         for choices in product(*(options[name] for name in names)):
             changed = {**best, **dict(zip(names, choices, strict=True))}
-            if not are_apart(changed):
+            at_least_s = sum(least_s[id(choice)] for choice in changed.values())
+            if at_least_s > best_s * (1 + SMALLEST_GAIN) or not are_apart(changed):
                 continue
             seconds = cost_of(changed, uses, machine)
             is_alike = seconds <= best_s * (1 + SMALLEST_GAIN)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..errors import InvalidInput, allowed_values
 from ..options.placement import PlacementItem, names_device
@@ -185,14 +186,14 @@ class StoreSpec:
 
     def lockable_parts(self) -> list[tuple[str, int, bool]]:
         """Return what can rest or be page-locked by itself: its name, its bytes, and whether it streams."""
-        streamed = {number for share in self.shares for number in share.streamed}
-        shares = [share.blocks for share in self.shares] or [tuple(range(len(self.component.blocks)))]
+        names = [block.name for block in self.component.blocks]
+        streams = [False] * len(names)
+        for share in self.shares:
+            for number in share.streamed:
+                streams[number] = True
+        shares = [share.blocks for share in self.shares] or [tuple(range(len(names)))]
         fixed = [self.sizes.fixed_bytes(blocks, first=index == 0) for index, blocks in enumerate(shares)]
-        blocks = zip(self.component.blocks, self.sizes.blocks, strict=True)
-        return [
-            *((block.name, num_bytes, number in streamed) for number, (block, num_bytes) in enumerate(blocks)),
-            ("", sum(fixed), False),
-        ]
+        return [*zip(names, self.sizes.blocks, streams, strict=True), ("", sum(fixed), False)]
 
 
 def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
@@ -329,17 +330,19 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
             stores[index] = replace(part, pinned_bytes=part.bounce_bytes, locks_buffers=True)
             left -= part.bounce_bytes
     pinned: list[dict[str, int]] = [{} for _ in stores]
-    candidates = [
-        (part.tier is None, not streams, part.rank, index, name, num_bytes)
-        for index, part in enumerate(stores)
-        if may_be_pinned(part, profile)
-        for name, num_bytes, streams in part.lockable_parts()
-        if name not in part.in_file and 0 < num_bytes < LOCK_LIMIT_BYTES  # no call locks more at once
-    ]
-    for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
-        if num_bytes <= left:
-            pinned[index][name] = num_bytes
-            left -= num_bytes
+    lockable = {index: part.lockable_parts() for index, part in enumerate(stores) if may_be_pinned(part, profile)}
+    order = sorted(
+        (stores[index].tier is None, is_resident, stores[index].rank, index)
+        for index, is_resident in product(lockable, (False, True))
+    )
+    for _, is_resident, _, index in order:
+        in_file = stores[index].in_file
+        for name, num_bytes, streams in lockable[index]:
+            # No call locks more at once.
+            is_next = streams is not is_resident and name not in in_file and 0 < num_bytes < LOCK_LIMIT_BYTES
+            if is_next and num_bytes <= left:
+                pinned[index][name] = num_bytes
+                left -= num_bytes
     return [finish(part, names, machine, profile) for part, names in zip(stores, pinned, strict=True)]
 
 

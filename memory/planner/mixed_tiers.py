@@ -62,19 +62,26 @@ def share_ram(
             for index, part in open_parts.items()
         },
     )
-    pieces = sorted(
-        (not (streams and part.has_many_passes), part.rank, not streams, index, number, name)
+    order = sorted(
+        (not (streams and part.has_many_passes), part.rank, not streams, index)
         for index, part in open_parts.items()
-        for number, (name, _, streams) in enumerate(part.lockable_parts())
+        for streams in (True, False)
     )
+    parts = {index: part.lockable_parts() for index, part in open_parts.items()}
+    pieces = [
+        (index, name)
+        for *_, is_resident, index in order
+        for name, _, streams in parts[index]
+        if streams is not is_resident
+    ]
     by_rank = sorted(open_parts, key=lambda index: open_parts[index].rank)
     # What needs no buffers any more leaves theirs to what comes first.
-    while any(room.give(index, name) for *_, index, _, name in pieces) or any(map(room.give_rest, by_rank)):
+    while any(room.give(index, name) for index, name in pieces) or any(map(room.give_rest, by_rank)):
         pass
     decided = list(stores)
     for index, part in open_parts.items():
         waiting, staying = frozenset(room.waiting[index]), room.staying[index]
-        empty = frozenset(name for name, size, _ in part.lockable_parts() if not size)
+        empty = frozenset(name for name, size, _ in parts[index] if not size)
         names = waiting | staying
         names = part.names if names and names | empty | part.unfiled == part.names else names
         reasons = explain_staying(part, staying, profile, is_paged=index in paged) + (
@@ -113,10 +120,11 @@ def find_staying(part: StoreSpec, *, streams_too: bool) -> frozenset[str]:
     """
     if part.unread_bytes < LEAST_SPARED_BYTES:
         return frozenset()
+    unfiled = part.unfiled
     return frozenset(
         name
         for name, size, streams in part.lockable_parts()
-        if size and (streams_too or not streams) and name not in part.unfiled
+        if size and (streams_too or not streams) and name not in unfiled
     )
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import islice
 from random import Random
 
-from .staging_layout import Offsets, choose_offsets, pass_seconds, window_seconds
+from .staging_layout import Offsets, choose_offsets, window_seconds
 from .workload import Workload
 
 __all__ = [
@@ -160,8 +160,7 @@ def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int)
     """Return the schedule for these residents: where the others lie in so much staging memory, or in less."""
 
     def place(staging_bytes: int, num_rounds: int) -> Schedule:
-        offsets = choose_offsets(work, resident, staging_bytes, num_rounds=num_rounds)
-        pass_s = pass_seconds(work, resident, staging_bytes, offsets)
+        offsets, pass_s = choose_offsets(work, resident, staging_bytes, num_rounds=num_rounds)
         return Schedule(resident, staging_bytes, offsets, pass_s)
 
     streamed = work.streamed_sizes(resident)
@@ -286,15 +285,26 @@ def spread_by_compute(
                 owed -= size
         return resident
 
-    def used(resident: set[int]) -> int:
-        return sum(sizes[position] for position in resident if position not in too_large)
+    # What is too large stays anyway: it counts as of no bytes, which streams and takes nothing.
+    pairs = [(compute_s[position], 0 if position in too_large else size) for position, size in enumerate(sizes)]
+
+    def used(bytes_per_s: float) -> int:
+        """Return the bytes that stay at a rate, beside what is too large."""
+        resident_bytes, owed = 0, 0.0
+        for seconds, size in pairs:
+            owed += seconds * bytes_per_s
+            if owed < size * (1 - 1e-9):
+                resident_bytes += size
+            else:
+                owed -= size
+        return resident_bytes
 
     slow, fast = 0.0, RATE_LIMIT * sum(sizes) / (sum(compute_s) or 1.0)
     for _ in range(NUM_HALVINGS if len(sizes) <= MANY_BLOCKS else NUM_HALVINGS // 2):
         middle = (slow + fast) / 2
-        slow, fast = (slow, middle) if used(stay(middle)) <= budget_bytes else (middle, fast)
+        slow, fast = (slow, middle) if used(middle) <= budget_bytes else (middle, fast)
     resident = stay(fast)
-    left = budget_bytes - used(resident)
+    left = budget_bytes - used(fast)
     if left < 0:  # no rate is high enough where a block computes in no time
         resident, left = set(too_large), budget_bytes
     for position in sorted(range(len(sizes)), key=lambda position: -sizes[position]):

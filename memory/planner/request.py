@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..options.placement import AUTO_PLACEMENT, Placement
+from ..errors import DoesNotFit, InvalidInput
+from ..options.budget import BudgetItem
+from ..options.placement import AUTO, AUTO_PLACEMENT, Placement, SplitRatio
 from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile
+from ..units import format_bytes
 from ..weights.component import Component
+from .budget_choice import LEAST_GAIN, Budgeted, Settled, choose_budgets
 from .capacity import KeptFree, Machine
 from .clones import explain_clones
 from .device_choice import Part, choose_devices
@@ -19,6 +23,7 @@ from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
 from .run import BlockTimes, Use, largest_activations, longest_use, usual_uses, with_slack
 from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds, tiled_seconds
+from .sizes import Sizes
 from .step_seconds import compute_at_once, devices_by_block, pipeline_of, step_seconds
 from .tiles import Tiles
 
@@ -73,19 +78,58 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             for component in request.components
             for drafted, _, _ in [draft(component, machine, request.placement, request.profile, request.precision)]
         ]
-        run = uses or usual_uses(part.sizes.component for part in parts)
-        for name, (item, reason) in choose_devices(parts, run, machine).items():
+        expected = uses or usual_uses(part.sizes.component for part in parts)
+        for name, (item, reason) in choose_devices(parts, expected, machine).items():
             reasons[name] = reason
             for number, request in enumerate(requests):
                 if any(component.name == name for component in request.components):
                     placements[number] = placements[number].with_item(item)
+    profiles = [request.profile for request in requests]
+    plans, run = plan_placed(requests, placements, profiles, uses, machine, reasons)
+    if run is None:
+        return plans, None
+    budgets = find_budgets(requests, plans, run, uses, machine)
+    if not budgets:
+        return plans, run
+    for number, request in enumerate(requests):
+        of = {part.name: budgets[part.name] for part in request.components if part.name in budgets}
+        for name, budgeted in of.items():
+            item = plans[number][name].placement
+            tier = budgeted.store or request.placement.item_for(name, plans[number][name].kind).tier
+            moved = replace(item, devices=(SplitRatio(device=budgeted.device),), tier=tier, groups=None)
+            placements[number] = placements[number].with_item(moved)
+            reasons[name] = explain_budget(budgeted)
+        items = [
+            BudgetItem(target=name, limit_bytes=budgeted.budget_bytes, from_profile=True)
+            for name, budgeted in of.items()
+            if budgeted.budget_bytes is not None
+        ]
+        profiles[number] = replace(profiles[number], budgets=(*profiles[number].budgets, *items))
+    try:
+        tuned, shorter = plan_placed(requests, placements, profiles, uses, machine, reasons)
+    except (DoesNotFit, InvalidInput):
+        return plans, run
+    assert shorter is not None and run.seconds is not None
+    is_shorter = shorter.seconds is not None and shorter.seconds < run.seconds * (1 - LEAST_GAIN)
+    return (tuned, shorter) if is_shorter else (plans, run)
+
+
+def plan_placed(
+    requests: Sequence[PlanRequest],
+    placements: Sequence[Placement],
+    profiles: Sequence[OffloadProfile],
+    uses: Sequence[Use],
+    machine: Machine,
+    reasons: Mapping[str, str],
+) -> tuple[list[Plan], RunPlan | None]:
+    """As `plan_together`, with the placement and the profile of each request decided."""
     plans: list[Plan] = []
-    for request, placement in zip(requests, placements, strict=True):
+    for request, placement, profile in zip(requests, placements, profiles, strict=True):
         plan = plan_components(
             request.components,
             beside_stored(machine_beside_plans(machine, plans), [part for done in plans for part in done.components]),
             placement=placement,
-            profile=request.profile,
+            profile=profile,
             precision=request.precision,
             block_seconds=request.block_seconds,
             uses=uses,
@@ -132,6 +176,51 @@ def beside_clones(
     if use is not None and use.may_clone:
         line = explain_clones(component, plan, use, machine, profile, forward_seconds(shares, use, machine))
     return replace(plan, choices=(*plan.choices, line)) if line else plan
+
+
+def find_budgets(
+    requests: Sequence[PlanRequest], plans: Sequence[Plan], run: RunPlan, uses: Sequence[Use], machine: Machine
+) -> dict[str, Budgeted]:
+    """Return budgets with which a run is reckoned to take less time ([Note: choosing budgets]); mostly there are none.
+
+    None where a repeated run reloads nothing, or a time is not known.
+    """
+    if run.seconds is None or not any(any(use.loaded.values()) for use in run.uses):
+        return {}
+    accelerators = tuple(device.name for device in machine.chosen_from)
+    parts: dict[str, Settled] = {}
+    for request, plan in zip(requests, plans, strict=True):
+        for component, planned in zip(request.components, plan.components, strict=True):
+            asked = request.placement.item_for(component.name, component.kind)
+            devices = accelerators if not asked.devices else tuple(split.device for split in asked.devices)
+            profile = request.profile
+            is_open = (
+                profile.name == AUTO
+                and not profile.budgets
+                and not component.shares
+                and asked.tier not in ("device", "disk")
+                and len(asked.devices) < 2
+                and (not planned.in_file or planned.takes_ram_to_stream)
+                and planned.shares[0].device != "cpu"
+            )
+            parts[component.name] = Settled(
+                sizes=Sizes(component, planned.forms),
+                shares=planned.shares,
+                pass_s={n: use.pass_s or 0.0 for n, use in enumerate(run.uses) if use.use.component == component.name},
+                devices=devices if is_open else (),
+                stores=accelerators if asked.tier is None else (),
+                store=planned.store or None,
+            )
+    return choose_budgets(parts, uses, machine, requests[0].profile)
+
+
+def explain_budget(budgeted: Budgeted) -> str:
+    """Return why a component does not get all that its device has, in one line."""
+    where = f"{budgeted.device} and free memory of {budgeted.store}" if budgeted.store else budgeted.device
+    if budgeted.budget_bytes is None:
+        return f"auto: {where}, with which a run takes least time"
+    most = format_bytes(budgeted.budget_bytes)
+    return f"auto: at most {most} of {where}: what stays beside it needs no reload, so a run takes least time"
 
 
 def matching(use: Use, requests: Sequence[PlanRequest]) -> Use:

@@ -6,7 +6,8 @@ things leave and come back, and those are what a run costs beside its forwards.
 
 [Note: room of a decode] For a VAE text encoders leave before anything of the model that sampled. Where that does not
 suffice, and the picture is larger than the smallest tile, it is decoded in tiles that fit, and nothing of the model
-leaves.
+leaves, unless not even the smallest tile fits. Tiles overlap by a quarter, so together they compute more than the
+picture, and what streams is copied for each.
 """
 
 from __future__ import annotations
@@ -200,13 +201,14 @@ class Holdings:
 
     room: Mapping[str, int]
     """What components may take of each device together."""
-    held: dict[tuple[str, str], int] = field(default_factory=dict)
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By device, the bytes of each component."""
     pieces: dict[tuple[str, str], int] = field(default_factory=dict)
     """The bytes of a block of each: what leaves leaves in whole blocks."""
 
     def on(self, device: str) -> dict[str, int]:
         """Return what each component has of a device."""
-        return {name: num_bytes for (name, other), num_bytes in self.held.items() if other == device and num_bytes}
+        return {name: num_bytes for name, num_bytes in self.held.get(device, {}).items() if num_bytes}
 
     def left_beside(self, share: DevicePlan, component: str, others: Sequence[str]) -> int:
         """Return what activations may take of a device beside a share and what some components have there."""
@@ -222,25 +224,20 @@ class Holdings:
             beside_bytes: what its forwards take of the device.
             by_next_use: the other components, that which is used last first.
         """
-        own = self.held.get((component, share.device), 0)
-        missing = (
-            sum(self.on(share.device).values())
-            - own
-            + share.device_bytes
-            + beside_bytes
-            - self.room.get(share.device, 0)
-        )
+        here = self.held.setdefault(share.device, {})
+        own = here.get(component, 0)
+        missing = sum(here.values()) - own + share.device_bytes + beside_bytes - self.room.get(share.device, 0)
         evicted = []
-        for other in by_next_use:
-            held = self.held.get((other, share.device), 0)
+        for other in by_next_use if missing > 0 else ():
+            held = here.get(other, 0)
             piece = self.pieces.get((other, share.device), 1)
             taken = min(held, -(-missing // piece) * piece)
             if taken > 0:
-                self.held[other, share.device] = held - taken
+                here[other] = held - taken
                 evicted.append((other, share.device, taken))
                 missing -= taken
         working_bytes = share.staging_bytes + share.scratch_bytes
-        self.held[component, share.device] = share.device_bytes
+        here[component] = share.device_bytes
         # Of an estimate is not known which blocks stay, but how large they are at most.
         piece = share.resident_bytes // len(share.resident) if share.resident else share.streamed_block_bytes
         self.pieces[component, share.device] = max(1, piece)

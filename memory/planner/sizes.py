@@ -88,6 +88,8 @@ class Sizes:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Of each block, the bytes of its encoded weights as they compute."""
+        if not self.forms:
+            return (0,) * len(self.component.blocks)
         return tuple(wide_bytes(block, self.forms) for block in self.component.blocks)
 
     @cached_property
@@ -152,7 +154,8 @@ class Sizes:
         As large as the largest block, but at most `BOUNCE_BUFFER_BYTES`: larger blocks pass in pieces.
         """
         stored = self.as_they_came
-        largest = max([*(stored.blocks[number] for number in blocks), stored.fixed_bytes(blocks, first=first)])
+        largest = max(map(stored.blocks.__getitem__, blocks), default=0)
+        largest = max(largest, stored.fixed_bytes(blocks, first=first))
         return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
 
     def scratch_bytes(self, blocks: Iterable[int]) -> int:

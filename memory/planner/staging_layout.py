@@ -16,11 +16,11 @@ After a pass or two every further one takes the same time: that is what `pass_se
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from .workload import Workload
 
@@ -56,7 +56,10 @@ class Occupancy(Generic[Owner]):
     def within(self, begin: int, end: int) -> list[tuple[int, int, Owner | None]]:
         """Return what lies between two addresses, cut off there."""
         pieces = self.pieces
-        found = pieces[bisect_left(pieces, (begin + 1,)) - 1 : bisect_left(pieces, (end,))]
+        first = bisect_left(pieces, (begin + 1,)) - 1
+        if end <= pieces[first][1]:
+            return [(begin, end, pieces[first][2])]
+        found = pieces[first : bisect_left(pieces, (end,), first)]
         found[0] = begin, found[0][1], found[0][2]
         found[-1] = found[-1][0], end, found[-1][2]
         return found
@@ -90,26 +93,34 @@ class Occupancy(Generic[Owner]):
         self.pieces[first:last] = taken
 
 
-def choose_offsets(work: Workload, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1) -> Offsets:
-    """Return where in the staging memory the streamed blocks begin; each fits.
+def choose_offsets(
+    work: Workload, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1
+) -> tuple[Offsets, float]:
+    """Return where in the staging memory the streamed blocks begin, each fits, and the seconds of a pass then.
 
     One after the other they get the offset at which their copy is done soonest, of equals the one that has been
     free for longest. Every streamed block has bytes.
     """
     offsets: Offsets = tuple({} for _ in range(num_rounds))
-    for _ in itertools.islice(play(work, resident, staging_bytes, offsets), num_rounds):
-        pass
-    return offsets
+    # The passes that choose are the first ones that have these offsets.
+    pass_s = pass_seconds(work, resident, staging_bytes, offsets)
+    return offsets, pass_s
 
 
 def pass_seconds(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> float:
     """Return the seconds of one pass in the steady state ([Note: steady state])."""
     passes = play(work, resident, staging_bytes, offsets)
-    # Of hundreds of blocks the first pass is steady before its end, and one round needs no second pass.
-    is_long = len(offsets) == 1 and len(work.sizes) > LONG_PASS
-    warm_up, timed = (1, 1) if is_long else (WARM_UP_PASSES, TIMED_PASSES)
+    warm_up, timed = num_passes(work) if len(offsets) == 1 else (WARM_UP_PASSES, TIMED_PASSES)
     ends = list(itertools.islice(passes, warm_up + timed))
     return (ends[-1] - ends[warm_up - 1]) / timed
+
+
+def num_passes(work: Workload) -> tuple[int, int]:
+    """Return how many passes go before those that are timed, and how many are.
+
+    Of hundreds of blocks the first pass is steady before its end, and one round needs no second pass.
+    """
+    return (1, 1) if len(work.sizes) > LONG_PASS else (WARM_UP_PASSES, TIMED_PASSES)
 
 
 def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> Iterator[float]:
@@ -118,18 +129,20 @@ def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets:
     occupancy = Occupancy[tuple[int, int]](staging_bytes)
     freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
     copied = now = 0.0
-    reach = 0
+    latest = Latest((-1, 0), 0)
     num_pieces = max(1, min(TRIED_PIECES // len(work.sizes), TRIED_PAIRS // len(work.sizes) ** 2))
     for here in itertools.cycle(offsets):
+        others = [there for there in offsets if there is not here]
         for position, size in enumerate(work.sizes):
             if position in resident:
                 now += compute_s[position]
                 continue
             copy = PlannedCopy(copied, copy_s[position] / size)
             if position not in here:
-                here[position] = copy.find_offset(occupancy, freed_at, size, occupancy.following(reach, num_pieces))
+                here[position] = copy.find_offset(occupancy, freed_at, size, latest, num_pieces)
             lacking: list[tuple[float, int]] = []
-            for begin in dict.fromkeys([here[position], *(there.get(position, 0) for there in offsets)]):
+            begins = [here[position], *(there.get(position, 0) for there in others)]
+            for begin in begins if len(begins) < 2 else dict.fromkeys(begins):
                 stay = position, begin
                 missing = free_pieces(occupancy, freed_at, stay, size)
                 if not missing:  # it is still there
@@ -138,8 +151,8 @@ def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets:
             else:
                 stay = position, here[position]
                 copied = copy.end_s(lacking)
-                reach = stay[1] + size
-                occupancy.take(stay[1], reach, stay)
+                latest = Latest(stay, stay[1] + size)
+                occupancy.take(stay[1], latest.reach, stay)
             now = max(now, copied) + compute_s[position]
             freed_at[stay] = now
         now += work.idle_s
@@ -159,8 +172,14 @@ def free_pieces(
     return free
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCopy:
+class Latest(NamedTuple):
+    """What was copied last, and where it ends."""
+
+    stay: tuple[int, int]
+    reach: int
+
+
+class PlannedCopy(NamedTuple):
     """The copy of one block, which begins when the copy before it ends."""
 
     begin_s: float
@@ -168,9 +187,11 @@ class PlannedCopy:
 
     def end_s(self, pieces: Iterable[tuple[float, int]]) -> float:
         """Return when these pieces are copied."""
-        copied = self.begin_s
+        copied, each_s = self
         for free_s, num_bytes in pieces:
-            copied = max(copied, free_s) + num_bytes * self.seconds_per_byte
+            if free_s > copied:
+                copied = free_s
+            copied += num_bytes * each_s
         return copied
 
     def find_offset(
@@ -178,22 +199,30 @@ class PlannedCopy:
         occupancy: Occupancy[tuple[int, int]],
         freed_at: Mapping[tuple[int, int] | None, float],
         size: int,
-        beside: Iterable[tuple[int, int, object]],
+        latest: Latest,
+        num_pieces: int,
     ) -> int:
         """Return where so many bytes are copied soonest; of equals, where memory has been free for longest.
 
-        They begin or end where one of some pieces does, or all memory.
+        They begin where one of some pieces behind the latest copy begins or ends, or end where all memory does.
         """
-        last_begin = occupancy.pieces[-1][1] - size
-        edges = {0, last_begin, *(edge for first, last, _ in beside for edge in (first, last))}
-
-        def cost(begin: int) -> tuple[float, float, int]:
+        last_begin, reach = occupancy.pieces[-1][1] - size, latest.reach
+        edges = {0, last_begin}
+        for first, last, _ in occupancy.following(reach, num_pieces):
+            edges |= {first, last}
+        begins = sorted(edges)
+        # First those behind the latest copy: over it goes none that would wait for it longer than one of these takes.
+        behind = bisect_left(begins, reach)
+        freed_s = freed_at[latest.stay]
+        best = math.inf, 0.0, 0
+        for begin in begins[behind:] + begins[:behind]:
+            if begin < 0 or begin > last_begin or (begin < reach <= begin + size and freed_s > best[0]):
+                continue
             pieces = free_pieces(occupancy, freed_at, (-1, begin), size)
-            return self.end_s(pieces), sum(free_s * num_bytes for free_s, num_bytes in pieces), begin
-
-        return min(
-            (begin for begin in {*edges, *(edge - size for edge in edges)} if 0 <= begin <= last_begin), key=cost
-        )
+            end_s = self.end_s(pieces)
+            if end_s <= best[0]:
+                best = min(best, (end_s, sum([free_s * num_bytes for free_s, num_bytes in pieces]), begin))
+        return best[2]
 
 
 def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int) -> float:
@@ -221,8 +250,9 @@ def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int
     freed: deque[tuple[int, float]] = deque()
     reach, end = staging_bytes, 0
     copied = now = begin_s = 0.0
-    for number in range(WARM_UP_PASSES + TIMED_PASSES):
-        if number == WARM_UP_PASSES:
+    warm_up, timed = num_passes(work)
+    for number in range(warm_up + timed):
+        if number == warm_up:
             begin_s = now
         now += lead_s
         for size, second_per_byte, computing, following in streamed:
@@ -242,4 +272,4 @@ def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int
             freed.append((end, now))
             now += following
         now += work.idle_s
-    return (now - begin_s) / TIMED_PASSES
+    return (now - begin_s) / timed

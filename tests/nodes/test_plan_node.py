@@ -183,7 +183,8 @@ def test_what_is_planned_is_what_runs(models: None) -> None:
         manager = MemoryManager()
         pipe, sources = load_with_sources(ready_pipeline("tiny-flux"))
         uses, sizes = predict_uses(graph(), "load", pipe)
-        managed = manage(pipe, placement=plan.placement, files=sources, name="flux", manager=manager, uses=uses)
+        texts = {"profile": str(plan.profile), "placement": plan.placement}
+        managed = manage(pipe, **texts, files=sources, name="flux", manager=manager, uses=uses)
         for part in plan.components:
             share = next(member for member in managed.members if member.name == part.component).managed.plan.shares[0]
             assert share.device_bytes == part.shares[0].device_bytes, part.component

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory.options.placement import parse_placement
@@ -142,7 +142,8 @@ def test_a_run_is_told_in_bytes_and_seconds():
 
 
 def test_parts_that_do_not_fit_together_take_turns_and_the_plan_says_so():
-    plan = ask(TEXT, MODEL, on=machine(int(2.5 * GIB)), uses=[use(TEXT), use(MODEL, 20)])
+    run = [use(TEXT), use(MODEL, 20)]
+    plan = ask(TEXT, MODEL, on=machine(int(2.5 * GIB)), uses=run, placement="gpu:0:device")
     assert plan.run is not None
     text, model = plan.run.uses
     # Whole blocks leave.
@@ -228,6 +229,14 @@ def test_no_seconds_are_made_up():
     assert "time unknown" in plan.text() and "activations unknown" in plan.text()
 
 
+def test_a_part_that_the_faster_device_does_not_hold_is_split_though_the_slower_one_holds_it():
+    slow, fast = times(20, 0.004), times(20, 0.001)
+    used = Use(component="transformer", num_passes=20, activation_bytes=0, times={"gpu:0": slow, "gpu:1": fast})
+    plan = ask(MODEL, on=machine(9 * GIB, int(1.5 * GIB)), uses=[used])
+    blocks = {share.device: len(share.blocks) for share in plan["transformer"].shares}
+    assert not plan["transformer"].streams and blocks["gpu:1"] > blocks["gpu:0"] > 0
+
+
 def test_activations_are_kept_free_of_weights():
     plan = ask(MODEL, on=machine(int(2.5 * GIB)), uses=[use(MODEL, 20, GIB)])
     share = plan["transformer"].shares[0]
@@ -243,6 +252,7 @@ def test_the_faster_device_computes_what_fits_both():
     assert "gpu:1, with which a run takes least time" in plan.text()
 
 
+@settings(max_examples=25)
 @given(
     rooms=st.lists(st.integers(300, 4000), min_size=2, max_size=3),
     blocks=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 150)), min_size=1, max_size=3),

@@ -15,7 +15,9 @@ from highwater.memory.hosted_component import HostedComponent
 from highwater.memory.manager import live_capacity, module_plans
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import OffloadProfile
+from highwater.memory.planner.run import BlockTimes, Use
 from highwater.memory.units import MIB
+from highwater.memory.weights.component import guess_kind
 
 
 @pytest.fixture
@@ -182,3 +184,27 @@ def test_the_plan_of_a_split_says_whether_the_last_step_was_computed_at_once(
     hosted.note_micro_batches("")
     assert said() == ["micro-batches: its devices compute the halves of a step at the same time"]
     hosted.release()
+
+
+def test_a_budget_that_the_plan_chose_holds_while_the_run_goes_on(machine: Any) -> None:
+    """What the model keeps is there again in the next run: the text encoder streams beside it."""
+    nets = {"text_encoder": build_net(), "transformer": build_net()}
+    with machine(3.2, h2d_bytes_per_s=1e8) as manager:
+        manager.set_watermark("*", 0, 0)
+        manager.capacity.note_link(manager.devices["gpu:0"], 1e8, is_pinned=True)
+        times = {"gpu:0": BlockTimes(blocks_s=(0.01,) * 8)}
+        uses = [
+            Use(component=name, kind=guess_kind(name), num_passes=passes, activation_bytes=8192, times=times)
+            for name, passes in (("text_encoder", 1), ("transformer", 4))
+        ]
+        managed = manage(nets, manager=manager, uses=uses)
+        assert managed.plan["text_encoder"].streams and not managed.plan["transformer"].streams
+        for _ in range(2):
+            for use in uses:
+                for _ in range(use.num_passes):
+                    nets[use.component](torch.ones(1, 256))
+                manager.ledger.check()
+        whole = managed.plan["transformer"].shares[0].device_bytes
+        assert manager.ledger.held("transformer", "gpu:0") == whole
+        nets["text_encoder"](torch.ones(1, 256))
+        assert manager.ledger.held("transformer", "gpu:0") == whole
