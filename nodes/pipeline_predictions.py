@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .device_choices import accelerator_names
 from .workflow_plans import PlannedCall, Prediction, calls_of, use_of
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["PipelinePredictor", "know_rates"]
 
 
+Blocks: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+"""The parts of a pipeline, each with the paths of its blocks."""
 described_rates: dict[str, DeviceRates] = {}
 """By device, how fast those compute that this process simulates."""
 
@@ -31,7 +33,7 @@ def know_rates(rates: Mapping[str, DeviceRates]) -> None:
 
 
 class PipelinePredictor:
-    """Predicts calls of pipelines by running their own code without weights, once for each size.
+    """Predicts calls of pipelines by running their own code without weights, once for each size and cut into blocks.
 
     Args:
         rates: by device, as far as they are known.
@@ -41,7 +43,7 @@ class PipelinePredictor:
     def __init__(self, rates: Mapping[str, DeviceRates], loaded: Any = None) -> None:
         self.rates = rates
         self.loaded = loaded
-        self.traced: dict[tuple[Path, Sampling], Sequence[CallTrace]] = {}
+        self.traced: dict[tuple[Path, Sampling, Blocks], Sequence[CallTrace]] = {}
         self.failed: dict[tuple[Path, Sampling], str] = {}
         """Why a size of a pipeline cannot be traced."""
 
@@ -53,14 +55,15 @@ class PipelinePredictor:
         use, folder, sampling = call.use, call.paths[0], sampling_of(call.of_node)
         if call.model.kind != PIPELINE or sampling is None or (folder, sampling) in self.failed:
             return None
-        if (folder, sampling) not in self.traced:
+        blocks = tuple((own_name(part), tuple(block.name for block in part.blocks)) for part in call.parts)
+        if (folder, sampling, blocks) not in self.traced:
             try:
-                self.traced[folder, sampling] = self.trace(folder, sampling)
+                self.traced[folder, sampling, blocks] = self.trace(folder, sampling, blocks)
             except (InvalidInput, Untraceable) as error:
                 self.failed[folder, sampling] = str(error)
                 return None
         component = call.component
-        calls = [traced for traced in self.traced[folder, sampling] if traced.part == component.name.partition(" (")[0]]
+        calls = [traced for traced in self.traced[folder, sampling, blocks] if traced.part == own_name(component)]
         if use.call is Call.DECODE:
             calls = [traced for traced in calls if traced.method == "decode"] or calls
         if not calls:
@@ -75,10 +78,17 @@ class PipelinePredictor:
             times={device: times_of(largest.trace, component, rates) for device, rates in self.rates.items()},
         )
 
-    def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
+    def trace(self, folder: Path, sampling: Sampling, blocks: Blocks) -> Sequence[CallTrace]:
         from .pipelines.pipeline_traces import trace_folder, trace_pipeline
 
-        return trace_folder(folder, sampling) if self.loaded is None else trace_pipeline(self.loaded, sampling)
+        if self.loaded is not None:
+            return trace_pipeline(self.loaded, sampling, blocks=dict(blocks))
+        return trace_folder(folder, sampling, blocks=dict(blocks))
+
+
+def own_name(component: Component) -> str:
+    """Return what a pipeline calls its part, which in a workflow of several may have its loader's number."""
+    return component.name.partition(" (")[0]
 
 
 def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...], set[Sampling]]:
@@ -113,7 +123,7 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
                 predicted = predict(call)
                 if predicted is not None:
                     found.append(use_of(call, predicted))
-    return tuple(found), {sampling.form for _, sampling in predict.traced}
+    return tuple(found), {sampling.form for _, sampling, _ in predict.traced}
 
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["trace_folder", "trace_pipeline"]
 
 
-def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
+def trace_pipeline(
+    pipe: Any, sampling: Sampling, *, blocks: Mapping[str, Collection[str]] | None = None
+) -> list[CallTrace]:
     """Return the calls that a pipeline makes of its parts for one step, in order: text encoders, denoiser, VAE.
 
     The pipeline's own code runs, with twins of its parts on the meta device, so each call has the inputs that it would
@@ -26,6 +29,7 @@ def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
 
     Args:
         sampling: its number of steps does not matter.
+        blocks: as in `trace_calls`.
 
     Raises:
         InvalidInput: as `sample_images`.
@@ -44,16 +48,18 @@ def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
         with quiet_libraries():
             twin_of(pipe, twins)(**arguments)
 
-    return trace_calls(parts, run)
+    return trace_calls(parts, run, blocks=blocks)
 
 
-def trace_folder(folder: Path, sampling: Sampling) -> list[CallTrace]:
+def trace_folder(
+    folder: Path, sampling: Sampling, *, blocks: Mapping[str, Collection[str]] | None = None
+) -> list[CallTrace]:
     """Trace the pipeline of a folder as `trace_pipeline` does; reads JSON files and headers, no weight.
 
     Raises:
         InvalidInput: also as `load_pipeline`.
     """
-    return trace_pipeline(load_pipeline(folder, without_weights=True), sampling)
+    return trace_pipeline(load_pipeline(folder, without_weights=True), sampling, blocks=blocks)
 
 
 def twin_of(pipe: Any, twins: dict[str, nn.Module]) -> Any:
