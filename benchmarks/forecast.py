@@ -252,9 +252,9 @@ def measure_one(number: int, tally: Tally) -> None:
     specs = [
         simdevice.SimDeviceSpec(
             total_bytes=device.total_bytes,
-            h2d_bytes_per_s=device.link_bytes_per_s,
-            d2h_bytes_per_s=device.link_bytes_per_s,
-            peer_bytes_per_s=device.link_bytes_per_s,
+            h2d_bytes_per_s=device.simulated_link_bytes_per_s,
+            d2h_bytes_per_s=device.simulated_link_bytes_per_s,
+            peer_bytes_per_s=device.simulated_link_bytes_per_s,
             flops_per_s=device.flops_per_s or 1e13,
         )
         for device in hardware.devices

@@ -103,6 +103,9 @@ def build_parser() -> Parser:
     plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
     plan.add_argument("--placement", default=AUTO, help="devices, such as gpu:0&gpu:1 (files only)")
     plan.add_argument("--precision", help=PRECISION_HELP)
+    plan.add_argument(
+        "--picture", type=named_path, metavar="FILE.png", help="also draw it: a bar for each device and part of the run"
+    )
     quantize = add(
         "quantize",
         "write a safetensors file with a model's weights in eight or four bits, in a format that others read, too",

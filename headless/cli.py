@@ -133,10 +133,12 @@ def run_plan(options: argparse.Namespace) -> int:
     from ..nodes.graph_plans import machine_for
     from ..nodes.plan_table import plan_text
     from ..nodes.plans import plan_files
-    from .commands.planning import plan_workflow
+    from .commands.planning import plan_workflow, refuse_picture, write_picture
 
     hardware, marks = described(options), asked_marks(options)
     files = [path for path in options.paths if path.suffix != ".json"]
+    if options.picture is not None:
+        refuse_picture(options.picture, num_plans=len(options.paths) - len(files) + bool(files))
     found: dict[str, tuple[dict[str, Any], str]] = {}
     if files:
         machine = machine_for(hardware, marks)
@@ -144,10 +146,14 @@ def run_plan(options: argparse.Namespace) -> int:
             files, machine, profile=options.profile, placement=options.placement, precision=options.precision
         )
         found["files"] = plan.to_json(), plan_text({"files": plan}, None, machine)
+        if options.picture is not None:
+            write_picture(options.picture, {"files": plan}, None, machine)
     for path in options.paths:
         if path.suffix == ".json":
             planned = plan_workflow(path, hardware, models_directory(options), marks)
             found[str(path)] = planned.to_json(), planned.text()
+            if options.picture is not None:
+                write_picture(options.picture, planned.plans, planned.run, planned.machine)
     if options.json:
         print_json({name: told for name, (told, _) in found.items()})
     else:

@@ -23,7 +23,7 @@ HOST = "host"
 SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*", re.ASCII)
 FLOPS = re.compile(r"(\d+(?:\.\d+)?)\s*([TG])FLOPS", re.ASCII | re.IGNORECASE)
 SCALES = {"T": 10**12, "G": 10**9}
-# A PCIe 4.0 x16 slot moves about 25 GB/s.
+# A PCIe 4.0 x16 slot moves about 25 GB/s: simulated devices do, of which it is not said; plans assume nothing.
 DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
 DEFAULT_HOST_BYTES = 32 * GIB
 
@@ -37,12 +37,18 @@ class DescribedDevice:
 
     name: str
     total_bytes: int
-    link_bytes_per_s: int = DEFAULT_LINK_BYTES_PER_S
+    link_bytes_per_s: int | None = None
     flops_per_s: float | None = None
+
+    @property
+    def simulated_link_bytes_per_s(self) -> int:
+        """How fast the host reaches the device where it is simulated: as said, else as a usual one."""
+        return self.link_bytes_per_s or DEFAULT_LINK_BYTES_PER_S
 
     def __str__(self) -> str:
         computes = f"@{self.flops_per_s / 1e12:g}TFLOPS" if self.flops_per_s else ""
-        return f"{self.name}={format_bytes(self.total_bytes)}@{self.link_bytes_per_s / 1e9:g}GB/s{computes}"
+        moves = f"@{self.link_bytes_per_s / 1e9:g}GB/s" if self.link_bytes_per_s else ""
+        return f"{self.name}={format_bytes(self.total_bytes)}{moves}{computes}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +103,7 @@ class Hardware:
     def rates(self) -> dict[str, DeviceRates]:
         """How fast the devices compute of which that was said; nothing is assumed of the others."""
         return {
-            device.name: DeviceRates(flops_per_s=device.flops_per_s, link_bytes_per_s=device.link_bytes_per_s)
+            device.name: DeviceRates(flops_per_s=device.flops_per_s, link_bytes_per_s=device.simulated_link_bytes_per_s)
             for device in self.devices
             if device.flops_per_s
         }
@@ -113,7 +119,7 @@ def parse_hardware(text: str) -> Hardware:
         InvalidInput: names the column, the value and what is allowed.
     """
     scanner = Scanner(text, what="devices")
-    sizes: dict[str, tuple[int, int, float | None]] = {}
+    sizes: dict[str, tuple[int, int | None, float | None]] = {}
     for begin in scanner.items("@"):
         name = parse_name(scanner)
         if name in sizes:
@@ -121,7 +127,7 @@ def parse_hardware(text: str) -> Hardware:
         if not scanner.take("="):
             scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
         total = parse_amount(scanner)
-        speed, flops = DEFAULT_LINK_BYTES_PER_S, None
+        speed, flops = None, None
         if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
             speed = parse_amount(scanner)
             if not scanner.take("/s"):
@@ -129,7 +135,7 @@ def parse_hardware(text: str) -> Hardware:
             if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
                 scanner.fail("a number of TFLOPS must follow, such as 80TFLOPS")
         sizes[name] = total, speed, flops
-    host_bytes, *_ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0, None))
+    host_bytes, *_ = sizes.pop("host", (DEFAULT_HOST_BYTES, None, None))
     names = sorted(sizes, key=lambda name: (len(name), name))
     if not names or names != [f"gpu:{number}" for number in range(len(names))]:
         raise InvalidInput(

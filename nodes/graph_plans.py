@@ -12,14 +12,16 @@ from ..memory.errors import InvalidInput, allowed_values
 from ..memory.manager.watermark import in_bytes
 from ..memory.options.marks import ALL, HOST
 from ..memory.options.placement import canonical_device
+from .lora_headers import LoraReader, changes_by_names
 from .pipeline_predictions import PipelinePredictor
 from .workflow_plans import PlannedCall, Prediction, Predictor, WorkflowPlan, plan_workflow
-from .workflow_reading import read_workflow
+from .workflow_reading import PIPELINE, read_workflow
 from .workflow_reading.model_paths import image_size
 
 if TYPE_CHECKING:
     from ..memory.options.marks import Marks
     from ..memory.planner.capacity import Machine
+    from .core_predictions import CorePredictor
     from .described_hardware import Hardware
 
 __all__ = ["machine_for", "plan_graph"]
@@ -63,18 +65,27 @@ def plan_graph(
             machine = keep_free(machine, {asked.device: asked.marks})
     except InvalidInput as error:
         raise InvalidInput(f"{source}: {error}") from None
-    traces = PipelinePredictor(hardware.rates if hardware is not None else {})
+    rates = hardware.rates if hardware is not None else {}
+    traces = PipelinePredictor(rates)
     predictors: list[Predictor] = [traces]
+    read_lora: LoraReader = changes_by_names
+    core: CorePredictor | None = None
     if is_in_comfyui():
-        from .core_predictions import CorePredictor
+        from .core_predictions import CorePredictor as Core
 
-        predictors.append(CorePredictor())
+        core = Core(rates)
+        predictors.append(core)
+        read_lora = core.read_lora
     try:
-        planned = plan_workflow(described, machine, first_of(predictors), home=home_of(machine))
+        planned = plan_workflow(described, machine, first_of(predictors), home=home_of(machine), read_lora=read_lora)
     except InvalidInput as error:
         raise InvalidInput(f"{source}: {error}") from None
-    why = tuple(f"needs of {folder.name}: {reason}" for (folder, _), reason in traces.failed.items())
-    return replace(planned, notes=(*planned.notes, *why))
+    why = [f"needs of {folder.name}: {reason}" for (folder, _), reason in traces.failed.items()]
+    if core is not None:
+        why += [f"{what}: {reason}" for what, reason in core.failed.items()]
+    elif rates and any(model.kind != PIPELINE for model in described.models):
+        why.append("seconds of ComfyUI's own models: only ComfyUI has their code; its node Plan tells them")
+    return replace(planned, notes=(*planned.notes, *why), rated=frozenset(rates))
 
 
 def is_in_comfyui() -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .described_hardware import DeviceRates
     from .pipelines.sampling import Sampling
 
-__all__ = ["PipelinePredictor", "know_rates"]
+__all__ = ["PipelinePredictor", "know_rates", "times_of"]
 
 
 Blocks: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
@@ -146,8 +146,12 @@ def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
     )
 
 
-def times_of(trace: Trace, component: Component, rates: DeviceRates) -> BlockTimes:
-    """Return what each block of a component computes in a traced call on a device of these rates."""
+def times_of(trace: Trace, component: Component, rates: DeviceRates, names: Sequence[str] | None = None) -> BlockTimes:
+    """Return what each block of a component computes in a traced call on a device of these rates.
+
+    Args:
+        names: what the trace calls its blocks, in their order; None: as the component does.
+    """
     from ..memory.planner.run import BlockTimes
     from ..memory.tracing import seconds_of
 
@@ -158,6 +162,7 @@ def times_of(trace: Trace, component: Component, rates: DeviceRates) -> BlockTim
         launch_s=rates.launch_s,
         link_bytes_per_s=rates.link_bytes_per_s,
     )
-    names = [block.name for block in component.blocks]
+    if names is None:
+        names = [block.name for block in component.blocks]
     blocks = tuple(seconds.blocks.get(name, 0.0) for name in names)
     return BlockTimes(blocks_s=blocks, other_s=max(0.0, seconds.total_s - sum(blocks)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..memory.units import format_bytes, format_seconds
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..memory.planner.plan import ComponentPlan, Plan
     from ..memory.planner.run_plan import RunPlan, UsePlan
 
-__all__ = ["plan_text"]
+__all__ = ["in_a_row", "plan_text"]
 
 COMPONENTS = ("component", "bytes", "precision", "device", "rests", "resident", "streamed", "takes")
 USES = ("run", "computes", "forwards", "each", "loads", "in", "evicts", "activations")
@@ -22,18 +22,24 @@ RESTS = {"device": "device", "pinned": "pinned RAM", "host": "RAM", "disk": "fil
 
 
 def plan_text(
-    plans: Mapping[str, Plan], run: RunPlan | None, machine: Machine, placements: Mapping[str, str] | None = None
+    plans: Mapping[str, Plan],
+    run: RunPlan | None,
+    machine: Machine,
+    placements: Mapping[str, str] | None = None,
+    *,
+    rated: Collection[str] = (),
 ) -> str:
     """Return plans of one machine as text: tables first, then the reasons, last what gives the same plan again.
 
     Args:
         plans: by what they are for, such as the node that loads.
         placements: for some of them, the placement as their node takes it.
+        rated: the devices of which is known how fast they compute.
     """
     parts = [part for plan in plans.values() for part in plan.components]
     blocks = [table([COMPONENTS, *(row for part in parts for row in component_rows(part))])]
     if run is not None:
-        blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run)}")
+        blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run, machine, rated)}")
     blocks.append(table([DEVICES, *device_rows(parts, run, machine)]))
     why = [f"{part.component}: {reason}" for part in parts for reason in (*sums(part), *part.reasons)]
     why += [reason for plan in plans.values() for reason in plan.reasons[:1]]  # the other one is the text to paste
@@ -108,16 +114,42 @@ def seconds_text(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
-def total_line(run: RunPlan) -> str:
-    """Return what the run takes, in words."""
+def total_line(run: RunPlan, machine: Machine, rated: Collection[str]) -> str:
+    """Return what the run takes, in words, or what is missing to say it."""
     if run.seconds is None:
-        return "time unknown: the speed of a device, or of copies to it, was neither said nor measured"
+        return f"time unknown: {'; '.join(unknown_times(run, machine, rated))}"
     forwards_s = sum(use.use.num_passes * (use.pass_s or 0.0) for use in run.uses)
     first = f"; the first time {format_seconds(run.first_seconds)}" if run.first_seconds is not None else ""
     return (
         f"a run takes {format_seconds(run.seconds)}: {format_seconds(forwards_s)} of forwards, "
         f"{format_seconds(run.seconds - forwards_s)} of loading{first}"
     )
+
+
+def unknown_times(run: RunPlan, machine: Machine, rated: Collection[str]) -> Iterator[str]:
+    """Yield what is not known without which there are no seconds, in a few words each."""
+    unrated: dict[str, None] = {}
+    unlinked: dict[str, None] = {}
+    untraced: dict[str, None] = {}
+    for use in (use for use in run.uses if use.seconds is None):
+        devices = list(use.held) or ["cpu"]
+        slow = [device for device in devices if device not in rated and use.pass_s is None]
+        far = [device for device in use.held if machine.device(device).link_bytes_per_s is None]
+        unrated |= dict.fromkeys(slow)
+        unlinked |= dict.fromkeys(far)
+        if use.pass_s is None and not slow and not far:
+            untraced[use.use.component] = None
+    if untraced:
+        yield f"what {in_a_row([*untraced])} compute{'s' * (len(untraced) == 1)} is not known"
+    if unrated:
+        yield f"how fast {in_a_row([*unrated])} compute{'s' * (len(unrated) == 1)} was neither said nor measured"
+    if unlinked:
+        yield f"the speed of copies to {in_a_row([*unlinked])} was neither said nor measured"
+
+
+def in_a_row(words: Sequence[str]) -> str:
+    """Return words as a sentence names them: ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def device_rows(parts: Sequence[ComponentPlan], run: RunPlan | None, machine: Machine) -> Iterator[tuple[str, ...]]:

@@ -125,6 +125,7 @@ COMPONENT_PLAN = {
     "precision_rows": listed(PRECISION_ROW),
     "tier": NAME,
     "host_bytes": BYTES,
+    "buffer_bytes": BYTES,
     "pinned_bytes": BYTES,
     "file_bytes": BYTES,
     "store": NAME,

@@ -28,8 +28,10 @@ from ..memory.planner.request import PlanRequest, plan_together
 from ..memory.planner.run import BlockTimes, Use
 from ..memory.planner.tiles import LEAST_PIXELS
 from ..memory.weights.gguf_header import component_from_gguf, is_gguf
+from .applied_loras import ChangedComponent, apply_loras
 from .device_choices import DEFAULT, missing_devices
-from .plan_table import plan_text
+from .lora_headers import LoraReader, changes_by_names
+from .plan_table import in_a_row, plan_text
 from .plans import describe_files, describe_part, describe_pipeline, describer_of, read_precisions
 from .workflow_reading.description import DIFFUSION, PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
 from .workflow_reading.model_paths import find_files
@@ -39,7 +41,16 @@ if TYPE_CHECKING:
     from ..memory.planner.run_plan import RunPlan
     from ..memory.weights.component import Component
 
-__all__ = ["PlannedCall", "Prediction", "Predictor", "WorkflowPlan", "calls_of", "plan_workflow", "use_of"]
+__all__ = [
+    "PlannedCall",
+    "Prediction",
+    "Predictor",
+    "WorkflowPlan",
+    "calls_of",
+    "plan_workflow",
+    "use_of",
+    "usual_passes",
+]
 
 # What each call computes with, of a pipeline's parts.
 KIND_OF_CALL = {
@@ -93,10 +104,12 @@ class WorkflowPlan:
     """By loader, the text that its widget takes."""
     notes: tuple[str, ...] = ()
     """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
+    rated: frozenset[str] = frozenset()
+    """The devices of which is known how fast they compute."""
 
     def text(self) -> str:
         """Return it as tables and lines for people."""
-        blocks = [plan_text(self.plans, self.run, self.machine, self.placements)]
+        blocks = [plan_text(self.plans, self.run, self.machine, self.placements, rated=self.rated)]
         if self.notes:
             blocks.append("\n".join(["not in the plan", *(f"  {note}" for note in self.notes)]))
         return "\n\n".join(blocks)
@@ -115,6 +128,7 @@ def plan_workflow(
     predict: Predictor = lambda call: None,
     *,
     home: str | None = None,
+    read_lora: LoraReader = changes_by_names,
 ) -> WorkflowPlan:
     """Plan what a workflow loads, each loader as its widgets ask, together for one run.
 
@@ -123,6 +137,7 @@ def plan_workflow(
     Args:
         predict: what calls are predicted to take.
         home: the device that a host's loaders use by default; None: the plan chooses.
+        read_lora: what LoRAs change of components.
 
     Raises:
         InvalidInput, DoesNotFit: as `plan_together`; also if nothing of the workflow can be planned.
@@ -132,6 +147,7 @@ def plan_workflow(
     labels: list[str] = []
     loaded: dict[int, tuple[tuple[Component, ...], tuple[Path, ...]]] = {}
     taken: set[str] = set()
+    changed: dict[str, ChangedComponent] = {}
     for number, model in enumerate(described.models):
         files = find_files(model)
         notes += files.missing
@@ -143,33 +159,35 @@ def plan_workflow(
         except InvalidInput as error:
             notes.append(f"{model.node.label}: {error}")
             continue
+        applied = [apply_loras(described, model, part, files.paths, read_lora) for part in parts if model.loras]
+        notes += [line for each in applied for line in each.notes]
+        parts = tuple(each.component for each in applied) or parts
         try:
             request = request_of(model, parts, machine, home, notes)
         except InvalidInput as error:
             raise InvalidInput(f"{model.node.label}: {error}") from None
         names = own_names(parts, taken, model.node.id)
+        changed |= {names[each.component.name]: each for each in applied}
         parts = tuple(replace(part, name=names[part.name]) for part in parts)
         notes += [f"{model.node.label}: {line}" for line in model.unknown]
-        notes += [f"{model.node.label}: {lora.file or 'a LoRA'} is not in the plan" for lora in model.loras]
         asked.append(replace(request, components=renamed(request.components, names), placement=placed(request, names)))
         labels.append(model.node.label + (f", {model.part}" if model.part else ""))
         loaded[number] = parts, files.paths
     if not asked:
         why = "; ".join(notes) or "no loader gives an output anything"
         raise InvalidInput(f"nothing of the workflow can be planned: {why}")
+    notes += unread_lines(described.uses)
     uses = uses_of(described, loaded, predict)
     for index, (number, (_, paths)) in enumerate(loaded.items()):
         model = described.models[number]
-        if model.kind == PIPELINE:
+        if model.kind == PIPELINE and not model.loras:
             cut = in_smaller_blocks(asked, index, model, paths[0], uses)
             if cut is not asked[index].components:
                 asked[index] = replace(asked[index], components=cut)
                 loaded[number] = asked[index].components, paths
                 uses = uses_of(described, loaded, predict)
     plans, run = plan_together(asked, uses)
-    for use in described.uses:
-        notes += [f"{use.node.label}: {line}" for line in use.unknown]
-    by_label = dict(zip(labels, plans, strict=True))
+    by_label = {label: told_of(plan, changed) for label, plan in zip(labels, plans, strict=True)}
     models = [described.models[number] for number in loaded]
     placements = {
         label: plan.placement.replace(f" ({model.node.id})", "") if model.kind == PIPELINE else widget_text(plan)
@@ -230,6 +248,28 @@ def in_smaller_blocks(
         return plan
 
     return plan_in_blocks(request.components, smaller, plan_of)[0]
+
+
+def unread_lines(uses: Sequence[WorkflowUse]) -> list[str]:
+    """Return what is not known of calls, each thing once with all nodes that lack it."""
+    labels: dict[str, dict[str, None]] = {}
+    for use in uses:
+        for line in use.unknown:
+            labels.setdefault(line, {})[use.node.label] = None
+    return [f"{in_a_row(list(nodes))}: {line}" for line, nodes in labels.items()]
+
+
+def told_of(plan: Plan, changed: Mapping[str, ChangedComponent]) -> Plan:
+    """Return a plan that says among its reasons what LoRAs take."""
+    return replace(
+        plan,
+        components=tuple(
+            replace(part, choices=(*part.choices, *changed[part.component].lines(part)))
+            if part.component in changed
+            else part
+            for part in plan.components
+        ),
+    )
 
 
 def widget_text(plan: Plan) -> str:
@@ -344,7 +384,9 @@ def calls_in(
     parts: Sequence[Component],
     paths: tuple[Path, ...],
 ) -> list[PlannedCall]:
-    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind."""
+    """Return what of a loaded model computes in a call: of a pipeline the parts of that kind; of no steps nothing."""
+    if use.call is Call.SAMPLE and use.steps == 0:
+        return []
     of_node = tuple(other for other in described.uses if other.node == use.node)
     return [
         PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node, parts=tuple(parts))

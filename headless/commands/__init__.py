@@ -12,7 +12,7 @@ __all__, __getattr__ = lazy_names(
         "keeping": ["keep", "kept_text", "limits_text", "release", "released_text", "set_limits"],
         "lending": ["give_back", "given_back_text", "lend", "lent_text"],
         "output": ["OUTPUT", "drop_output", "json_line", "open_output", "print_json"],
-        "planning": ["plan_workflow"],
+        "planning": ["plan_workflow", "refuse_picture", "write_picture"],
         "running_host": ["HostFailed", "ask"],
         "session": ["load_workflows", "make_runner", "run_workflow"],
         "verifying": ["verify_workflow"],

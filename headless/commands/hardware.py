@@ -29,9 +29,9 @@ def simulate(hardware: Hardware) -> None:
         [
             simdevice.SimDeviceSpec(
                 total_bytes=device.total_bytes,
-                h2d_bytes_per_s=device.link_bytes_per_s,
-                d2h_bytes_per_s=device.link_bytes_per_s,
-                peer_bytes_per_s=device.link_bytes_per_s,
+                h2d_bytes_per_s=device.simulated_link_bytes_per_s,
+                d2h_bytes_per_s=device.simulated_link_bytes_per_s,
+                peer_bytes_per_s=device.simulated_link_bytes_per_s,
                 **({"flops_per_s": device.flops_per_s} if device.flops_per_s else {}),
             )
             for device in hardware.devices

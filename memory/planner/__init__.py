@@ -7,7 +7,7 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "sizes": ["bounce_buffer_bytes", "explain_non_block", "fixed_tensors", "least_bytes"],
+        "sizes": ["bounce_buffer_bytes", "explain_non_block", "fixed_tensors", "least_bytes", "side_factors"],
         "form_choice": ["encoded_bytes", "explain_unmatched", "limit_of", "sort_weights"],
         "precision_table": ["PrecisionRow", "tabulate_precision"],
         "staging_layout": ["Occupancy", "Offsets"],

@@ -39,6 +39,8 @@ class ComponentPlan:
     """The names of the blocks that are page-locked in RAM, and ``""`` for the non-block weights and the buffers."""
     host_bytes: int = 0
     """The bytes of RAM, page-locked or not: of weights, and of the buffers through which a file is read."""
+    buffer_bytes: int = 0
+    """Those of the buffers among them."""
     pinned_bytes: int = 0
     in_file: frozenset[str] = frozenset()
     """What rests in its file, named as in ``pinned``; everything at tier ``disk``."""
@@ -112,6 +114,7 @@ class ComponentPlan:
             "precision_rows": [row.to_json() for row in self.precision_rows],
             "tier": self.tier,
             "host_bytes": self.host_bytes,
+            "buffer_bytes": self.buffer_bytes,
             "pinned_bytes": self.pinned_bytes,
             "file_bytes": self.file_bytes,
             "store": self.store,
@@ -177,9 +180,11 @@ class Plan:
         streaming = [plan.component for plan in self.components if plan.streams]
         verb = "is" if len(streaming) == 1 else "are"
         form = f"{', '.join(streaming)} {verb} streamed" if streaming else "everything is resident while it computes"
-        host_bytes, pinned_bytes = (
-            sum(getattr(plan, name) for plan in self.components) for name in ("host_bytes", "pinned_bytes")
+        host_bytes, pinned_bytes, buffer_bytes = (
+            sum(getattr(plan, name) for plan in self.components)
+            for name in ("host_bytes", "pinned_bytes", "buffer_bytes")
         )
+        buffers = f", with {format_bytes(buffer_bytes)} of buffers to read files," if buffer_bytes else ""
         told = {
             "kept on disk": [plan for plan in self.components if plan.in_file and plan.is_on_disk],
             "read from their files": [plan for plan in self.components if plan.in_file and not plan.is_on_disk],
@@ -187,7 +192,7 @@ class Plan:
         kept = "".join(f"; {what}: {', '.join(map(in_file_of, plans))}" for what, plans in told.items() if plans)
         return (
             f"like profile {self.like} ({TITLES[self.like]}) without quantization: {form}; "
-            f"{format_bytes(pinned_bytes)} of the {format_bytes(host_bytes)} in RAM are page-locked{kept}",
+            f"{format_bytes(pinned_bytes)} of the {format_bytes(host_bytes)} in RAM{buffers} are page-locked{kept}",
             f"equivalent profile: {self.explicit_profile}",
         )
 

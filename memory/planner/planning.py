@@ -196,6 +196,7 @@ def plan_resting(part: StoreSpec, devices: Sequence[SplitRatio], reasons: Sequen
         store=part.store,
         pinned=part.pinned,
         host_bytes=part.host_bytes,
+        buffer_bytes=part.host_bytes - part.resting_host_bytes,
         pinned_bytes=part.pinned_bytes,
         in_file=part.in_file,
         file_bytes=part.file_bytes,

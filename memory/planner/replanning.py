@@ -100,7 +100,7 @@ def take_ram(component: Component, plan: ComponentPlan, machine: Machine, profil
     blocks = {n: component.blocks[n] for n in streamed if component.blocks[n].name in plan.in_file}
     # What no file has is in RAM already.
     wanting = {block.name: sizes[n] - component.lacking_bytes(block) for n, block in blocks.items()}
-    buffers = plan.host_bytes - (plan.weight_bytes - plan.file_bytes)
+    buffers = plan.buffer_bytes
     if plan.in_file <= wanting.keys() and sum(wanting.values()) <= machine.host_bytes:
         taken, freed = wanting, buffers
     else:
@@ -117,6 +117,7 @@ def take_ram(component: Component, plan: ComponentPlan, machine: Machine, profil
         in_file=in_file,
         file_bytes=plan.file_bytes - sum(taken.values()),
         host_bytes=plan.host_bytes + sum(taken.values()) - freed,
+        buffer_bytes=buffers - freed,
         pinned=plan.pinned | locked.keys(),
         pinned_bytes=plan.pinned_bytes + sum(locked.values()) - freed_lock,
         locks_buffers=plan.locks_buffers and bool(in_file),

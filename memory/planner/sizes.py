@@ -26,6 +26,7 @@ __all__ = [
     "fixed_tensors",
     "least_bytes",
     "resting_bytes",
+    "side_factors",
     "wide_bytes",
 ]
 
@@ -68,7 +69,9 @@ class Sizes:
     """The bytes of one component in the forms in which its weights rest; each sum is computed once, when needed."""
 
     def __init__(self, component: Component, forms: Forms) -> None:
-        self.component = component
+        self.alone = component
+        """The component without what is added to its encoded weights."""
+        self.component = with_side_factors(component, forms)
         self.forms = forms
         self.known_fixed: dict[tuple[Sequence[int], bool], int] = {}
 
@@ -103,7 +106,7 @@ class Sizes:
     def as_they_came(self) -> Sizes:
         """The sizes of the same component with all weights as they came."""
         stored = forms_in_file(self.component)
-        return self if len(self.forms) == len(stored) else Sizes(self.component, stored)
+        return self if len(self.forms) == len(stored) else Sizes(self.alone, stored)
 
     @cached_property
     def homes(self) -> tuple[frozenset[int], ...]:
@@ -162,6 +165,44 @@ class Sizes:
     def all_resident_bytes(self) -> int:
         """The bytes of the whole component at rest: non-block weights, buffers and blocks."""
         return self.fixed_bytes(range(len(self.component.blocks)), first=True) + sum(self.blocks)
+
+
+def with_side_factors(component: Component, forms: Forms) -> Component:
+    """Return a component with the factors that are added to its encoded weights, as weights beside these.
+
+    No file has them in the dtype in which they compute.
+    """
+    found = side_factors(component, forms)
+    if not found:
+        return component
+    blocks = tuple(
+        replace(
+            block, tensors=(*block.tensors, *(each for tensor in block.tensors for each in found.get(tensor.name, ())))
+        )
+        for block in component.blocks
+    )
+    added = frozenset(each.name for pair in found.values() for each in pair)
+    lacking = component.lacking | added if component.has_file else component.lacking
+    return replace(component, blocks=blocks, lacking=lacking, side_ranks=frozenset())
+
+
+def side_factors(component: Component, forms: Forms) -> dict[str, tuple[TensorSpec, TensorSpec]]:
+    """Return the factors that are added to encoded weights of blocks, by the names of these.
+
+    What rests as it came has none: a LoRA is merged into that. So it is where factors would be larger than the weight
+    at rest (`HostedWeight.takes_factors`).
+    """
+    ranks = {name: rank for name, rank in component.side_ranks if name in forms}
+    found = {}
+    for tensor in (tensor for block in component.blocks if ranks for tensor in block.tensors):
+        rank, rows = ranks.get(tensor.name, 0), max(1, tensor.shape[0] if tensor.shape else 1)
+        if not rank:
+            continue
+        up = TensorSpec(name=f"{tensor.name} (up)", dtype=tensor.dtype, shape=(rows, rank))
+        down = TensorSpec(name=f"{tensor.name} (down)", dtype=tensor.dtype, shape=(rank, tensor.num_elements // rows))
+        if up.weight_bytes + down.weight_bytes <= sum(leaf_bytes(tensor, forms)):
+            found[tensor.name] = up, down
+    return found
 
 
 def paths_above(path: str) -> Iterator[str]:

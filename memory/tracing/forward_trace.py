@@ -30,6 +30,7 @@ def trace_forward(
     *,
     method: str = "forward",
     blocks: Collection[str] | None = None,
+    brings_back: bool = False,
 ) -> Trace:
     """Return what a call of a module takes, as `torch.inference_mode` would run it with the weights on its device.
 
@@ -41,11 +42,12 @@ def trace_forward(
     Args:
         method: what is called, such as ``decode`` of a VAE.
         blocks: the paths of the modules to tell apart; by default the blocks that an engine would move.
+        brings_back: whether its results may be copied to the host, as by `Recorder`.
 
     Raises:
         Untraceable: what the call does depends on the values of tensors, or it failed.
     """
-    return trace_twin(make_twin(module), args, kwargs or {}, method=method, blocks=blocks)
+    return trace_twin(make_twin(module), args, kwargs or {}, method=method, blocks=blocks, brings_back=brings_back)
 
 
 def trace_twin(
@@ -55,8 +57,9 @@ def trace_twin(
     *,
     method: str,
     blocks: Collection[str] | None,
+    brings_back: bool = False,
 ) -> Trace:
-    recorder = Recorder()
+    recorder = Recorder(brings_back=brings_back)
     follow_blocks(recorder, twin, blocks)
     call = twin if method == "forward" else getattr(twin, method)
     args, kwargs = tree_map_only(torch.Tensor, with_values, (tuple(args), dict(kwargs)))

@@ -30,10 +30,16 @@ NUMBERS = (bool, int, float, complex)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that records; active under `torch.inference_mode`, where composites arrive whole."""
+    """A mode that records; active under `torch.inference_mode`, where composites arrive whole.
 
-    def __init__(self) -> None:
+    Args:
+        brings_back: whether floating-point values that are not known may be copied to the host, as results: they are
+            zeros there. Else that cannot be traced, as what the host does with them might depend on them.
+    """
+
+    def __init__(self, *, brings_back: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.brings_back = brings_back
         self.live: dict[int, tuple[int, Any]] = {}
         """By storage: its bytes, and the weak reference that tells its end."""
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}
@@ -209,10 +215,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target, source = args[:2]
         if not target.is_meta:
             values = self.values.of(source)
-            if values is None:
+            if values is None and not (self.brings_back and source.is_floating_point()):
                 raise Untraceable("a tensor of the device is copied to the host")
             self.kernels.append(Kernel(0, 0, max(source.numel() * source.element_size(), 1)))
-            return target.copy_(values)
+            return target.zero_() if values is None else target.copy_(values)
         if target.numel():
             if source.is_meta:
                 self.kernels.append(Kernel(0, bytes_of(source) + bytes_of(target)))

@@ -102,6 +102,9 @@ class Component:
     """How much of its module other components own, one line each for the plan."""
     from_header: bool = False
     """Whether only its file is known, and not what its class declares."""
+    side_ranks: frozenset[tuple[str, int]] = frozenset()
+    """The ranks of the low-rank sums that are to be added to weights where these rest encoded, such as a LoRA's, by the
+    names of the weights."""
 
     @property
     def weight_bytes(self) -> int:

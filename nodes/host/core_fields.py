@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from comfy.ldm.modules.diffusionmodules.model import normal_attention, pytorch_attention, xformers_attention
 from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "set_loaded",
     "set_reload",
     "set_vae",
+    "set_vae_attention",
     "set_vision",
     "take_off",
     "without_dynamic",
@@ -119,6 +121,14 @@ def set_clip(clip: Any, patcher: ModelPatcher) -> None:
 def set_vae(vae: Any, patcher: ModelPatcher) -> None:
     """Also sets the device to which the VAE sends latents and pixels."""
     vae.patcher, vae.first_stage_model, vae.device = patcher, patcher.model, patcher.load_device
+
+
+def set_vae_attention(model: torch.nn.Module) -> None:
+    """Have a VAE's model, made without memory for traces, compute attention by torch's function."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value in (normal_attention, xformers_attention):
+                setattr(module, name, pytorch_attention)
 
 
 def set_vision(vision: Any, patcher: ModelPatcher) -> None:

@@ -2,7 +2,8 @@
 
 Core reserves so much before it samples, encodes or decodes. Its formulas belong to objects that it makes as it loads a
 model. So these are made here, by core's own loaders, on the meta device: each weight is a shape and a dtype. Of a file,
-only single numbers, short vectors and marks are read, by which core tells models and quantized files apart.
+only single numbers, short vectors and marks are read, by which core tells models and quantized files apart, and
+tokenizers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import comfy.model_management
 import comfy.sd
 import comfy.utils
 import torch
@@ -23,10 +25,20 @@ from ...memory.errors import InvalidInput, reason_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CodingNeeds", "SamplingNeeds", "coding_needs", "sampling_needs"]
+__all__ = [
+    "CodingNeeds",
+    "SamplingNeeds",
+    "coding_needs",
+    "on_meta",
+    "reserves_for_gpus",
+    "sampling_needs",
+    "text_encoder",
+]
 
 # Of norms, by which core tells fine-tuned models apart, and of texts that say how a layer is quantized.
 LARGEST_READ_BYTES = 16384
+# Of tokenizers, which files of text encoders have as vectors of bytes.
+LARGEST_TOKENIZER_BYTES = 64 << 20
 NO_OP = "for .*: copying from a non-meta parameter in the checkpoint to a meta parameter"
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 CORES_OPTIONS: dict[str, dict[str, Any]] = {
@@ -101,6 +113,11 @@ class CodingNeeds:
         return int(self.vae.memory_used_encode((1, 3, *edges), self.vae.vae_dtype))
 
 
+def reserves_for_gpus() -> bool:
+    """Whether core reserves for sampling what GPUs take: where it has none, several times as much, for attention."""
+    return bool(comfy.model_management.cpu_state == comfy.model_management.CPUState.GPU)
+
+
 def sampling_needs(path: str, *, weight_dtype: str = "default") -> SamplingNeeds:
     """Return the needs of a diffusion model's file, or of a checkpoint's; takes as long as its modules to make.
 
@@ -138,6 +155,38 @@ def coding_needs(path: str) -> CodingNeeds:
     return CodingNeeds(vae)
 
 
+def text_encoder(paths: Sequence[str], *, text_type: str | None = None) -> Any:
+    """Return core's text encoder of these files, or of a checkpoint, without memory; with its tokenizer.
+
+    Args:
+        text_type: as core's loader takes it; None: of a checkpoint, whose other parts say it.
+
+    Raises:
+        InvalidInput: as `sampling_needs`.
+    """
+    read = [on_meta(path) for path in paths]
+    options = {"initial_device": torch.device("meta")}
+    with making(paths[0]):
+        if text_type is None:
+            tensors, metadata = read[0]
+            _, clip, *_ = comfy.sd.load_state_dict_guess_config(
+                tensors,
+                output_vae=False,
+                output_model=False,
+                model_options={"offload_device": torch.device("cpu")},
+                te_model_options=options,
+                metadata=metadata,
+            ) or (None, None)
+        else:
+            kinds = comfy.sd.CLIPType
+            kind = getattr(kinds, text_type.upper(), kinds.STABLE_DIFFUSION)
+            tensors = [comfy.utils.convert_old_quants(tensors, "", metadata=metadata)[0] for tensors, metadata in read]
+            clip = comfy.sd.load_text_encoder_state_dicts(tensors, clip_type=kind, model_options=options)
+    if clip is None:
+        raise InvalidInput(f"{paths[0]}: has no text encoder that ComfyUI knows")
+    return clip
+
+
 @contextmanager
 def making(path: str) -> Iterator[None]:
     """Give what core makes no memory. Raises `InvalidInput` where core fails over what a file has."""
@@ -159,10 +208,12 @@ def on_meta(path: str) -> tuple[dict[str, torch.Tensor], Mapping[str, str] | Non
 
 
 def shape_or_vector(file: Any, name: str) -> torch.Tensor:
-    """Return one tensor: the bytes of a number or short vector, of all others only shape and dtype."""
+    """Return one tensor: the bytes of a number, short vector or tokenizer, of all others only shape and dtype."""
     part = file.get_slice(name)
     shape = part.get_shape()
-    if not shape or (len(shape) == 1 and shape[0] * part[:0].dtype.itemsize <= LARGEST_READ_BYTES):
+    dtype = part.get_dtype()
+    limit = LARGEST_TOKENIZER_BYTES if dtype == "U8" else LARGEST_READ_BYTES
+    if not shape or (len(shape) == 1 and shape[0] * part[:0].dtype.itemsize <= limit):
         vector: torch.Tensor = file.get_tensor(name)
         return vector
     return torch.empty(shape, dtype=part[:0].dtype, device="meta")

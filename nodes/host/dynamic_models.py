@@ -212,7 +212,7 @@ class DynamicModel(SteeredComponent):
     def is_part_with(self, other: DynamicModel) -> bool:
         """Whether a node loaded it and another one of one file."""
         asked = self.budget, other.budget
-        return other is not self and None not in asked and asked[0].request is asked[1].request
+        return other is not self and None not in asked and asked[0].request.origin is asked[1].request.origin
 
     # -- what is done
 

@@ -49,6 +49,8 @@ class Request:
     placement: Placement = AUTO_PLACEMENT
     node_id: str | None = None
     engine: str = AUTO_ENGINE
+    origin: object = field(default_factory=object, compare=False, repr=False)
+    """The same one in the requests of all parts of one checkpoint."""
 
     @property
     def devices(self) -> tuple[str, ...]:

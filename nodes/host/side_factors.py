@@ -15,7 +15,7 @@ from comfy.weight_adapter import LoRAAdapter
 
 from ...memory.hosted_component import HostedWeight, SideFactors
 
-__all__ = ["factors_of", "is_same"]
+__all__ = ["factors_of", "is_same", "rank_of"]
 
 
 def factors_of(patches: Sequence[tuple[Any, ...]], weight: HostedWeight) -> SideFactors | None:
@@ -33,16 +33,12 @@ def factors_of(patches: Sequence[tuple[Any, ...]], weight: HostedWeight) -> Side
 def low_rank_of(patch: tuple[Any, ...], shape: Sequence[int]) -> SideFactors | None:
     """Return what one patch adds to a weight of a shape; None where it is not a plain LoRA of a part of its rows."""
     strength, adapter, strength_model, offset, function = patch
-    if type(adapter) is not LoRAAdapter or strength_model != 1.0 or function is not None:
+    rank = rank_of(adapter, shape, offset=offset, function=function)
+    if rank is None or strength_model != 1.0:
         return None
-    up, down, alpha, *others = adapter.weights
-    if any(other is not None for other in others):  # a middle matrix, DoRA's scales, another shape
-        return None
-    rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    dim, begin, length = (0, 0, rows) if offset is None else offset
-    rank = down.shape[0]
-    if dim != 0 or (up.flatten(1).shape, down.flatten(1).shape) != ((length, rank), (rank, columns)):
-        return None
+    up, down, alpha, *_ = adapter.weights
+    rows = shape[0]
+    _, begin, length = (0, 0, rows) if offset is None else offset
     scale = strength * (1.0 if alpha is None else alpha / rank)
     with torch.no_grad(), torch.inference_mode(False):
         scaled = up.flatten(1).to("cpu", torch.float32) * scale
@@ -50,6 +46,27 @@ def low_rank_of(patch: tuple[Any, ...], shape: Sequence[int]) -> SideFactors | N
         if whole is not scaled:
             whole[begin : begin + length] = scaled
         return balanced(whole, down.flatten(1).to("cpu", torch.float32))
+
+
+def rank_of(adapter: Any, shape: Sequence[int], *, offset: Sequence[int] | None, function: Any) -> int | None:
+    """Return the rank of what an adapter adds to a weight of a shape; None where it is not as `low_rank_of` says.
+
+    Reads no values: its tensors may be without memory.
+
+    Args:
+        offset: the part of the weight that it changes: dimension, begin and length.
+    """
+    if type(adapter) is not LoRAAdapter or function is not None or not shape:
+        return None
+    up, down, _, *others = adapter.weights
+    if any(other is not None for other in others):  # a middle matrix, DoRA's scales, another shape
+        return None
+    rows, columns = shape[0], torch.Size(shape[1:]).numel()
+    dim, _, length = (0, 0, rows) if offset is None else offset
+    rank: int = down.shape[0]
+    if dim != 0 or (up.flatten(1).shape, down.flatten(1).shape) != ((length, rank), (rank, columns)):
+        return None
+    return rank
 
 
 def balanced(up: torch.Tensor, down: torch.Tensor) -> SideFactors:

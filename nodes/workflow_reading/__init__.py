@@ -14,6 +14,7 @@ __all__, __getattr__ = lazy_names(
             "NodeName",
             "PIPELINE",
             "Size",
+            "TEXT",
             "Tiling",
             "WatermarkSetting",
             "WorkflowDescription",

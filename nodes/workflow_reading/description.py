@@ -105,6 +105,8 @@ class Asked:
     """ComfyUI's own loader: ``default``, ``fp8_e4m3fn``, ``fp8_e4m3fn_fast`` or ``fp8_e5m2``."""
     device: str | None = None
     """ComfyUI's own loaders: ``default`` or ``cpu``."""
+    text_type: str | None = None
+    """Of text encoders in files of their own: for which models, such as ``flux``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ def load_ours(kind: str, folder: str, widgets: Sequence[str], node: NodeReading)
 
 
 def load_cores(kind: str, folder: str, widgets: Sequence[str], node: NodeReading) -> Sequence[Any]:
-    asked = Asked(weight_dtype=node.text("weight_dtype"), device=node.text("device"))
+    asked = Asked(weight_dtype=node.text("weight_dtype"), device=node.text("device"), text_type=node.text("type"))
     return (node.load(kind, folder, widgets, asked=asked),)
 
 
@@ -73,6 +73,7 @@ def asked_of(node: NodeReading) -> Asked:
         precision=precision_of(node),
         placement=node.text("placement"),
         engine=node.text("engine"),
+        text_type=node.text("type"),
     )
 
 

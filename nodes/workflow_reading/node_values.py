@@ -199,13 +199,15 @@ class NodeReading:
         numbers = {name: self.whole(name) for name in names}
         numbers[batch] = self.whole(batch, 1)
         for name, value in numbers.items():
-            if value is None or value < 1:
-                return Picture(None, why=f"size: {self.name.label}: {name} {self.why_unread(name)}")
+            fewest = step if name in ("width", "height") else 1
+            if value is None or value < fewest:
+                why = self.why_unread(name) if value is None else f"{value} is less than {fewest}"
+                return Picture(None, why=f"size: {self.name.label}: {name} {why}")
         frames = numbers[length] if length else 1
         return Picture(
             Size(
-                width=max(step, numbers["width"] // step * step),  # type: ignore[operator]
-                height=max(step, numbers["height"] // step * step),  # type: ignore[operator]
+                width=numbers["width"] // step * step,  # type: ignore[operator]
+                height=numbers["height"] // step * step,  # type: ignore[operator]
                 frames=frames or 1,
                 batch=numbers[batch] or 1,
             )
@@ -215,7 +217,10 @@ class NodeReading:
         """Return why an input's value is not known, for a message that begins with its name."""
         if self.is_linked(name):
             return f"comes from {self.source(name)}"
-        return "is missing" if name not in self.inputs else "is not a number"
+        if name not in self.inputs:
+            return "is missing"
+        number = self.number(name)
+        return f"{number:g} is less than 0" if number is not None and number < 0 else "is not a number"
 
     # -- what it does
 

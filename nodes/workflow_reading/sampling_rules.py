@@ -123,7 +123,7 @@ def read_steps(node: NodeReading) -> Steps:
 
 def sample_with(node: NodeReading, guided: Guide, steps: Steps, latents: Picture, *, wanted: str = "model") -> None:
     """Note one call for each model that samples."""
-    unknown = [steps.why] if steps.number is None else []
+    unknown = [steps.why] if steps.number is None else ["0 steps: it computes nothing"] if steps.number == 0 else []
     if guided.conds is None:
         unknown.append(f"conds: {node.name.label}: cfg is not known")
     references = tuple(size for _, size in guided.conditioning.references)

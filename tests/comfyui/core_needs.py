@@ -1,4 +1,4 @@
-"""Compares what core's classes need, as told from files' headers, with what they say once they are loaded.
+"""Compares what core's classes need and compute, as told from files' headers, with what they say and do once loaded.
 
 usage: core_needs.py PACK OUTPUT.json FILE...   (in ComfyUI's folder, by its Python; PACK is imported as highwater)
 """
@@ -15,14 +15,32 @@ sys.argv[1:] = ["--cpu"]
 import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
+import comfy.lora  # noqa: E402
+import comfy.lora_convert  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfy.utils  # noqa: E402
 import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 spec = importlib.util.spec_from_file_location("highwater", Path(pack, "__init__.py"), submodule_search_locations=[pack])
 sys.modules["highwater"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["highwater"])
-from highwater.nodes.host.core_needs import coding_needs, sampling_needs  # noqa: E402
+from highwater.memory.tracing import trace_forward  # noqa: E402
+from highwater.nodes.core_predictions import CorePredictor  # noqa: E402
+from highwater.nodes.host.core_needs import coding_needs, sampling_needs, text_encoder  # noqa: E402
+from highwater.nodes.host.core_traces import (  # noqa: E402
+    CoreCall,
+    coding_call,
+    prompted_of,
+    step_call,
+    text_call,
+    usual_prompt,
+)
+from highwater.nodes.host.side_factors import low_rank_of  # noqa: E402
+from highwater.nodes.plans import describe_files  # noqa: E402
+from highwater.nodes.workflow_reading import LoadedModel, NodeName  # noqa: E402
 
 warnings.simplefilter("error", UserWarning)
 SIZES = [(512, 512, 1, 1), (1024, 768, 1, 2), (832, 480, 81, 1)]
@@ -43,6 +61,8 @@ def sampling(file: str) -> None:
         with_reference = {name: [found] for name, found in shapes.items()}
         expected = int(loaded.memory_required(shape, cond_shapes=with_reference))
         add(file, "reference", expected, told.num_bytes(shape, references=[reference]))
+    call = step_call(told, told.latent_shape(64, 96), usual_prompt(told), num_conds=2)
+    compare_flops(file, call, loaded)
 
 
 def coding(file: str) -> None:
@@ -60,6 +80,67 @@ def coding(file: str) -> None:
         tile = int(loaded.memory_used_decode((1, loaded.latent_channels, 32, 32), loaded.vae_dtype))
         add(file, "tile", tile, told.decode_bytes(width, height, tile_size=256))
 
+    call = coding_call(told, 64, 96, 1, 2, decodes=True)
+    compare_flops(file, call, loaded.first_stage_model)
+    compare_flops(file, coding_call(told, 64, 96, 1, 2, decodes=False), loaded.first_stage_model)
+
+
+def text(file: str) -> None:
+    """What it computes, and the shapes that it gives."""
+    is_checkpoint = "checkpoints" in file
+    told = text_encoder([file], text_type=None if is_checkpoint else "stable_diffusion")
+    if is_checkpoint:
+        loaded = comfy.sd.load_checkpoint_guess_config(file, output_vae=False)[1]
+    else:
+        loaded = comfy.sd.load_clip([file])
+    assert all(weight.is_meta for weight in told.cond_stage_model.parameters())
+    call = text_call(told, "a fox " * 50)  # more than one window of tokens
+    prompted = compare_flops(file, call, loaded.cond_stage_model)
+    output, pooled = loaded.encode_from_tokens(*call.args, return_pooled=True)
+    made = prompted_of(prompted)
+    assert (made.num_tokens, made.width, made.pooled_width) == (*output.shape[1:], pooled.shape[1])
+
+
+def zeros_in_ram(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor, device="cpu")
+
+
+def lora(file: str) -> None:
+    """What it changes of a model, and by sums of which ranks, is what core then patches."""
+    model = str(Path(file).parents[1] / "diffusion_models/tiny_flux.safetensors")
+    patcher = comfy.sd.load_diffusion_model(model)
+    tensors = comfy.lora_convert.convert_lora(comfy.utils.load_torch_file(file, safe_load=True))
+    patcher.add_patches(comfy.lora.load_lora(tensors, comfy.lora.model_lora_keys_unet(patcher.model, {})))
+    shapes = {key: weight.shape for key, weight in patcher.model.state_dict().items()}
+    sums = {
+        key.removeprefix("diffusion_model."): [low_rank_of(patch, shapes[key]) for patch in patches]
+        for key, patches in patcher.patches.items()
+    }
+    told = CorePredictor().read_lora(
+        describe_files([Path(model)]),
+        LoadedModel(
+            node=NodeName(id="1", title="load", class_type="UNETLoader"), kind="diffusion", files=(model,), folder=""
+        ),
+        [Path(model)],
+        Path(file),
+    )
+    assert told.ranks == {name: sum(each.down.shape[0] for each in found) for name, found in sums.items() if all(found)}
+    assert told.others == {name for name, found in sums.items() if not all(found)}
+    assert told.num_unknown == 0
+    add(file, "patched", len(sums), len(told.ranks) + len(told.others))
+
+
+def compare_flops(file: str, call: CoreCall, loaded: torch.nn.Module) -> list[tuple[int, ...]]:
+    """Add what a call of the loaded model computes, and of the one without memory; return its outputs' shapes."""
+    trace = trace_forward(call.model, call.args, call.kwargs, method=call.method, brings_back=True)
+    args, kwargs = tree_map_only(torch.Tensor, zeros_in_ram, (call.args, dict(call.kwargs)))
+    counter = FlopCounterMode(display=False)
+    # In products that are counted: torch has no count of its attention for the CPU.
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
+        getattr(loaded, call.method)(*args, **kwargs)
+    add(file, f"{call.method} flops", counter.get_total_flops(), trace.flops)
+    return list(trace.output_shapes)
+
 
 def add(file: str, what: object, expected: int, told: int) -> None:
     found.append([Path(file).stem, str(what), expected, told])
@@ -67,9 +148,14 @@ def add(file: str, what: object, expected: int, told: int) -> None:
 
 found: list[list[object]] = []
 for file in files:
-    if "vae" not in file:
+    if "loras" in file:
+        lora(file)
+        continue
+    if "vae" not in file and "text_encoders" not in file:
         sampling(file)
-    if "diffusion_models" not in file:
+    if "diffusion_models" not in file and "text_encoders" not in file:
         coding(file)
+    if "text_encoders" in file or "checkpoints" in file:
+        text(file)
 with open(output, "w") as written:
     json.dump(found, written)

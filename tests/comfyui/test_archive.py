@@ -39,7 +39,7 @@ def test_it_has_all_nodes_routes_and_help(archive_host: HostProcess, cpu_host: H
         assert archive_host.get(f"/highwater/{command}")
     assert set(archive_host.get("/highwater/doctor")["features"].values()) == {True}
     answer = archive_host.get("/highwater/plan?file=diffusion_models/tiny_flux.safetensors&profile=4")
-    assert answer["text"].startswith("tiny_flux: ")
+    assert answer["text"].startswith("component ") and "tiny_flux: " in answer["text"]
     scripts = [name for name in archive_host.get("/extensions") if "/highwater/" in name]
     assert scripts and all(archive_host.get(name) for name in scripts)
     for name in found:

@@ -17,6 +17,8 @@ from highwater.memory.planner.mixed_tiers import LEAST_SPARED_BYTES
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 A, B = "tiny_flux.safetensors", "other_flux.safetensors"
 
 

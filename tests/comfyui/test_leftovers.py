@@ -10,6 +10,8 @@ import torch
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 FORMS = {
     "resident": Loaders(),
     "streamed": Loaders(profile="4MiB"),
@@ -67,6 +69,9 @@ def test_core_splits_work_after_our_models_are_gone(host_without_gc: HostProcess
     for _ in range(2):
         wait_for_no_dead_entry(host_without_gc)
         actual = sample(host_without_gc, FORMS[form], workers=2)
+        if form == "split":  # our own halves at once or core's on clones: not both
+            assert "and has MultiGPU clones" in actual.brief_error
+            continue
         assert actual.outcome == "success", actual.brief_error
         if form not in ("cpu", "fp8"):
             assert torch.equal(actual.kept()["value.samples"], expected)

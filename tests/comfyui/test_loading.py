@@ -11,6 +11,8 @@ import torch
 from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 
 def told(result: PromptResult) -> list[str]:
     return [line for output in result.outputs.values() for line in output.get("text", [])]

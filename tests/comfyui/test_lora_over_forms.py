@@ -12,6 +12,8 @@ from highwater.tests.comfyui.graphs import CORE, Graph, Link, Loaders, lora, sam
 from highwater.tests.comfyui.host_process import HostProcess
 from highwater.tests.comfyui.test_lora import sample as sample_sd
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 FORMS = ["fp8 scaled", "int8", "qint4"]
 MODES = {"resident": "auto", "streamed": "2.6MiB"}
 SPLIT = "gpu:0&gpu:1"

@@ -7,8 +7,19 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from highwater.tests.comfyui.graphs import CORE, Graph, Link, Loaders, lora, sample_flux, sd_conditioning
+from highwater.tests.comfyui.graphs import (
+    CORE,
+    CORE_IN_HALVES,
+    Graph,
+    Link,
+    Loaders,
+    lora,
+    sample_flux,
+    sd_conditioning,
+)
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
+
+pytestmark = pytest.mark.slow(one_in=3)
 
 MIB = 1 << 20
 KINDS = {"diffusion": "model", "text": "clip", "vae": "vae"}
@@ -132,6 +143,30 @@ def test_a_diffusion_model_with_dynamic_vram(
     wanted = expected(dynamic_host if is_dynamic else gpu_host, loader)
     said = check_sample(dynamic_host, loader, placement, wanted)
     assert ("engine blocks: " in said) == (not is_dynamic)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "streams"), [("5MiB", "4MiB", False), ("4MiB", "3MiB", True)], ids=["resident", "streamed"]
+)
+def test_a_model_larger_than_each_of_two_unequal_budgets_with_a_lora(
+    gpu_host: HostProcess, first: str, second: str, streams: bool
+) -> None:
+    """Its 7.8 MiB are on both devices, and its results are those of core on one."""
+
+    def latent(loaders: Loaders) -> torch.Tensor:
+        gpu_host.forget()
+        graph = Graph()
+        graph.keep(sample_flux(graph, lora(graph, loaders.diffusion_model(graph), 1.0), cfg=3.0))
+        (found,) = gpu_host.run(graph.nodes).kept().values()
+        return found
+
+    wanted = latent(CORE if streams else CORE_IN_HALVES)  # streamed blocks are fetched once: both halves in one call
+    got = latent(Loaders(placement="gpu:0&gpu:1", profile=f"gpu:0={first},gpu:1={second}"))
+    assert torch.equal(got, wanted)
+    held = where(gpu_host, "diffusion")
+    assert {*held} == {"gpu:0", "gpu:1"} and all(held.values())
+    (plan,) = (slot["plan"] for slot in gpu_host.part("components") if slot["name"].startswith("tiny_flux"))
+    assert any(share["streamed_blocks"] for share in plan["shares"]) == streams
 
 
 # -- the parts of a checkpoint

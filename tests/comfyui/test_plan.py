@@ -55,3 +55,5 @@ def test_a_machine_that_is_not_here_is_planned_for(gpu_host: HostProcess) -> Non
     images(graph, Loaders())
     text = planned(gpu_host, graph, devices="gpu:0=6GiB@25GB/s@80TFLOPS,host=16GiB")
     assert re.search(r"^gpu:0 +5\.\d+GiB ", text, re.MULTILINE), text
+    assert re.search(r"2 steps at 64x64 +2 +\d+(\.\d+)? m?s ", text), text  # from traces of core's own classes
+    assert re.search(r"^a run takes \d", text, re.MULTILINE), text

@@ -14,6 +14,8 @@ from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_fl
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.model_files import flux, flux_lora, models_directory, write_random
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 SCRIPT = Path(__file__).parent / "quantized_files.py"
 LAYOUTS = (
     "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "int8_tensorwise", "int8_tensorwise_convrot", "convrot_w4a4",

@@ -17,6 +17,8 @@ from highwater.tests.comfyui.fake_cuda.install import NO_OTHER_AIMDO, find_other
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux, sd_conditioning
 from highwater.tests.comfyui.host_process import HostProcess
 
+pytestmark = pytest.mark.slow(one_in=3)
+
 MODES = {
     "core": CORE,
     "resident": Loaders(engine="blocks"),

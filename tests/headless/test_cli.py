@@ -68,6 +68,71 @@ assert main(["plan", {str(model_file)!r}, "--devices", {TWO!r}]) == 0
 """)
 
 
+def test_the_picture_of_a_plan_is_that_of_the_node(tmp_path: Path, models_directory: Path, capsys) -> None:
+    from PIL import Image, ImageChops
+
+    from highwater.headless.commands.planning import plan_workflow
+    from highwater.nodes.plan_picture import draw_plan
+
+    workflow, picture = WORKFLOWS / "demo_flux.json", tmp_path / "plan.png"
+    picture.write_bytes(b"of an earlier plan")
+    options = ["--devices", TWO, "--models", str(models_directory), "--picture", str(picture)]
+    assert main(["plan", str(workflow), *options]) == 0
+    planned = plan_workflow(workflow, parse_hardware(TWO), models_directory, {})
+    with Image.open(picture) as drawn:
+        assert drawn.format == "PNG"
+        expected = draw_plan(planned.plans, planned.run, planned.machine)
+        assert drawn.size == expected.size and ImageChops.difference(drawn.convert("RGB"), expected).getbbox() is None
+    assert list(tmp_path.iterdir()) == [picture]
+
+
+def test_a_picture_is_of_plans_of_files_too(model_file: Path, tmp_path: Path, capsys) -> None:
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(model_file.read_bytes())
+    picture = tmp_path / "of both.PNG"
+    assert main(["plan", str(model_file), str(other), "--devices", TWO, "--picture", str(picture), "--json"]) == 0
+    json.loads(capsys.readouterr().out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plan.jpg", "ends in .jpg; allowed: .png"),
+        ("plan", "ends in nothing; allowed: .png"),
+        ("missing/plan.png", "missing: no such folder"),
+        ("folder.png", "is a folder"),
+    ],
+)
+def test_a_bad_path_of_a_picture_is_one_line(model_file: Path, tmp_path: Path, name: str, said: str, capsys) -> None:
+    (tmp_path / "folder.png").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["plan", str(model_file), "--devices", TWO, "--picture", str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and said in captured.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_picture_is_of_one_plan(model_file: Path, tmp_path: Path, capsys) -> None:
+    paths = [str(model_file), str(WORKFLOWS / "demo_flux.json")]
+    assert main(["plan", *paths, "--devices", TWO, "--picture", str(tmp_path / "plan.png")]) == 2
+    assert "draws one plan" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_before(model_file: Path, tmp_path: Path, monkeypatch) -> None:
+    from PIL import Image
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    picture = tmp_path / "plan.png"
+    picture.write_bytes(b"of an earlier plan")
+    monkeypatch.setattr(Image.Image, "save", fail)
+    assert main(["plan", str(model_file), "--devices", TWO, "--picture", str(picture)]) == 1
+    assert picture.read_bytes() == b"of an earlier plan"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "plan.png"]
+
+
 def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
     sizes = []
     for precision in ("as stored", "fp8 scaled"):
@@ -356,18 +421,22 @@ def test_bad_hardware_is_located(text: str, column: int, words: str) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 200), st.integers(1, 100), st.integers(1, 2000) | st.none()), min_size=1, max_size=4
+        st.tuples(st.integers(1, 200), st.integers(1, 100) | st.none(), st.integers(1, 2000) | st.none()),
+        min_size=1,
+        max_size=4,
     ),
     st.integers(1, 512),
 )
-def test_hardware_is_read_as_written(devices: list[tuple[int, int, int | None]], host: int) -> None:
+def test_hardware_is_read_as_written(devices: list[tuple[int, int | None, int | None]], host: int) -> None:
     parts = [
-        f"gpu:{index}={size}GiB@{speed}GB/s" + (f"@{flops}TFLOPS" if flops else "")
+        f"gpu:{index}={size}GiB" + (f"@{speed}GB/s" if speed else "") + (f" @{flops}TFLOPS" if flops else "")
         for index, (size, speed, flops) in enumerate(devices)
     ]
     hardware = parse_hardware(", ".join([*parts, f"host={host}GiB"]))
     assert [device.total_bytes for device in hardware.devices] == [size * GIB for size, _, _ in devices]
-    assert [device.link_bytes_per_s for device in hardware.devices] == [speed * 10**9 for _, speed, _ in devices]
+    assert [device.link_bytes_per_s for device in hardware.devices] == [
+        speed and speed * 10**9 for _, speed, _ in devices
+    ]
     assert [device.flops_per_s for device in hardware.devices] == [flops and flops * 10**12 for _, _, flops in devices]
     assert parse_hardware(str(hardware)) == hardware
     assert hardware.host_bytes == host * GIB

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from highwater.headless import simdevice
 from highwater.headless.comfy_stub import folder_paths
@@ -112,8 +114,57 @@ def test_the_picture_has_a_bar_for_each_use_of_each_device(models: None) -> None
 def test_without_a_rate_no_seconds_are_shown(models: None) -> None:
     planned = plan_graph(graph(), source="test", hardware=parse_hardware("gpu:0=48MiB@25GB/s,host=8GiB"))
     assert planned.run is not None and planned.run.seconds is None
-    assert "time unknown" in planned.text()
+    assert "time unknown: how fast gpu:0 computes was neither said nor measured\n" in planned.text()
     assert all(use.use.activation_bytes for use in planned.run.uses)  # from the trace, which needs no rate
+
+
+def test_operations_that_are_not_known_are_what_is_missing(tmp_path: Path) -> None:
+    """With all rates said, the line does not ask for them: outside of ComfyUI nothing has its models' code."""
+    (tmp_path / "vae").mkdir()
+    save_file({f"decoder.{number}.weight": torch.zeros(64, 64) for number in range(4)}, tmp_path / "vae/x.safetensors")
+    folder_paths.configure(models=tmp_path, output=tmp_path)
+    asked = {
+        "load": {"class_type": "VAELoader", "inputs": {"vae_name": "x.safetensors"}},
+        "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
+        "decode": {"class_type": "VAEDecode", "inputs": {"vae": ["load", 0], "samples": ["latent", 0]}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "x"}},
+    }
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s@10TFLOPS,host=8GiB"))
+    assert "time unknown: what x computes is not known\n" in planned.text()
+    assert sum("its node Plan tells them" in note for note in planned.notes) == 1
+    unrated = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
+    assert "time unknown: how fast gpu:0 computes was neither" in unrated.text()
+    assert not any("node Plan" in note for note in unrated.notes)
+
+
+def test_a_workflow_that_cannot_run_so_gets_a_line_for_each_reason(tmp_path: Path) -> None:
+    """As ComfyUI refuses these values: no latents, no steps."""
+    for folder in ("vae", "diffusion_models"):
+        (tmp_path / folder).mkdir()
+        weights = {f"blocks.{number}.weight": torch.zeros(64, 64) for number in range(4)}
+        save_file(weights, tmp_path / folder / f"{folder}.safetensors")
+    folder_paths.configure(models=tmp_path, output=tmp_path)
+    asked = {
+        "load": {"class_type": "UNETLoader", "inputs": {"unet_name": "diffusion_models.safetensors"}},
+        "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "vae.safetensors"}},
+        "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 1, "batch_size": 0}},
+        "sample": {"class_type": "KSampler", "inputs": {"model": ["load", 0], "steps": 0, "cfg": 1.0}},
+        "again": {"class_type": "KSampler", "inputs": {"model": ["load", 0], "steps": 4, "cfg": 1.0}},
+        "decode": {"class_type": "VAEDecode", "inputs": {"vae": ["vae", 0], "samples": ["again", 0]}},
+        "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "x"}},
+    }
+    asked["sample"]["inputs"]["latent_image"] = ["latent", 0]
+    asked["again"]["inputs"]["latent_image"] = ["sample", 0]
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
+    assert planned.run is not None and [use.use.what for use in planned.run.uses] == ["4 steps", "decode"]
+    assert planned.notes == (
+        "node sample (KSampler): 0 steps: it computes nothing",
+        "node sample (KSampler), node again (KSampler) and node decode (VAEDecode): "
+        "size: node latent (EmptyLatentImage): height 1 is less than 8",
+    )
+    asked["sample"]["inputs"]["steps"] = -1
+    planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
+    assert "node sample (KSampler): steps: node sample (KSampler): steps -1 is less than 0" in planned.notes
 
 
 def test_what_is_planned_is_what_runs(models: None) -> None:

@@ -402,7 +402,7 @@ def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
     assert (
         on_disk.file_bytes == on_disk.weight_bytes and on_disk.shares[0].read_bytes == on_disk.shares[0].streamed_bytes
     )
-    assert on_disk.host_bytes == 2 * on_disk.shares[0].streamed_block_bytes
+    assert on_disk.host_bytes == on_disk.buffer_bytes == 2 * on_disk.shares[0].streamed_block_bytes
     assert any("in its file: what streams of it needs 30" in reason for reason in on_disk.reasons)
     assert str(on_disk.placement) == "transformer=gpu:0", "what was chosen is chosen again"
     asked = plan(from_file(part), on=here, profile="2,quantize=none")["transformer"]
@@ -422,6 +422,7 @@ def test_what_streams_rests_in_ram_first_and_what_is_resident_in_its_file() -> N
     assert share.resident <= in_file and len(in_file) == 400 - 268  # two buffers
     assert share.read_bytes == sum(number in in_file for number in share.streamed) * MIB
     assert mixed.host_bytes == mixed.pinned_bytes == 270 * MIB == mixed.weight_bytes - mixed.file_bytes + 2 * MIB
+    assert mixed.buffer_bytes == 2 * MIB
     assert "98.0MiB of it stay in its file: resident while it computes, with no need for a copy in RAM" in mixed.reasons
     assert (
         "35.0MiB of it are kept in its file: what streams of it needs 303MiB of RAM, 270MiB available" in mixed.reasons
@@ -443,7 +444,9 @@ def test_what_is_resident_while_it_computes_needs_no_copy_in_ram() -> None:
     part = from_file(component([MIB] * 80, rest=MIB))
     resident = plan(part)["transformer"]
     assert not resident.streams and resident.tier == "disk" and resident.file_bytes == resident.weight_bytes
-    assert resident.host_bytes == 2 * MIB, "two buffers"
+    assert resident.host_bytes == resident.buffer_bytes == 2 * MIB, "two buffers"
+    (line, _) = plan(part).reasons
+    assert "2.00MiB of the 2.00MiB in RAM, with 2.00MiB of buffers to read files, are page-locked" in line
     assert "stays in its file: resident while it computes, with no need for a copy in RAM" in resident.reasons
     assert str(resident.placement) == "transformer=gpu:0" and not resident.is_on_disk
     streamed = plan(part, on=machine(first=40 * MIB))["transformer"]
@@ -559,6 +562,7 @@ def test_single_weights_that_no_file_has_are_no_more_ram_for_blocks_that_stream_
     assert first.file_bytes - again.file_bytes == len(names) * MIB, "the norms were in RAM"
     assert again.pinned_bytes - first.pinned_bytes == len(names) * (MIB + 64 * KIB)
     assert again.host_bytes - first.host_bytes == len(names) * MIB
+    assert all(each.host_bytes - each.buffer_bytes == each.weight_bytes - each.file_bytes for each in (first, again))
 
 
 def test_blocks_that_stream_later_get_a_copy_in_ram_as_far_as_there_is_room() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from highwater.memory.manager.manager import MemoryManager
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
+from highwater.memory.planner.request import PlanRequest, plan_request
 from highwater.memory.runtime.packing import Packing
 from highwater.memory.weights.known_forms import FORMS
+from highwater.memory.weights.module_component import component_from_module
 
 WIDTH = 128
 NAMES = [f"{number}.0.weight" for number in range(6)]
@@ -264,3 +267,39 @@ def test_any_order_of_factors_evictions_and_computes(manager: MemoryManager, ste
     loaded.hosted.release()
     for name in ("gpu:0", "gpu:1", "pinned"):
         assert manager.ledger.used(name) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "form", "rank"),
+    [
+        ("resident", "fp8 scaled", 16),
+        ("streamed", "qint4", 3),
+        ("split", "qint8", 1),
+        ("split and streamed", "int8", 3),
+    ],
+)
+def test_a_plan_with_the_ranks_takes_what_the_component_with_the_factors_holds(
+    manager: MemoryManager, mode: str, form: str, rank: int
+) -> None:
+    machine, profile = manager.machine(), MODES[mode][0]
+    part = component_from_module(build(), name="net", kind="diffusion")
+    ranks = {name: rank + number for number, name in enumerate(NAMES[1:4])}
+    request = PlanRequest(
+        components=(replace(part, side_ranks=frozenset(ranks.items())),),
+        machine=machine,
+        profile=parse_profile(profile, devices=["gpu:0", "gpu:1"]),
+        placement=parse_placement(MODES[mode][1], devices=["gpu:0", "gpu:1"]),
+        precision=Precision(form),
+    )
+    planned = plan_request(request)["net"]
+    without = plan_request(replace(request, components=(part,)))["net"]
+    loaded = Loaded(manager, form, mode)
+    made = {name: factors(ranks[name], seed=number) for number, name in enumerate(ranks)}
+    # As a host does: what would be larger than the weight at rest is merged into that.
+    taken = {name: each for name, each in made.items() if loaded.hosted.weights[name].takes_factors(each)}
+    loaded.set(taken)
+    assert torch.equal(loaded.compute(), loaded.want())
+    for share in planned.shares:
+        assert share.device_bytes == manager.ledger.used(share.device)
+    assert (planned.weight_bytes > without.weight_bytes) is bool(taken)
+    loaded.hosted.release()

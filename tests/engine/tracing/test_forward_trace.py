@@ -555,3 +555,18 @@ def test_activations_keep_no_module_alive_and_say_again_what_cannot_be_traced() 
     del net
     gc.collect()
     assert held() is None
+
+
+def test_results_may_be_brought_back_where_that_is_said() -> None:
+    """As text encoders of ComfyUI do."""
+
+    class BringsBack(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).cpu()
+
+    inputs = torch.zeros(2, 8)
+    with pytest.raises(Untraceable, match="copied to the host"):
+        trace_forward(BringsBack(8, 4), (inputs,))
+    trace = trace_forward(BringsBack(8, 4), (inputs,), brings_back=True)
+    assert trace.output_shapes == ((2, 4),) and trace.flops == 2 * 2 * 8 * 4
+    assert sum(kernel.link_bytes for segment in trace.segments for kernel in segment.kernels) == 2 * 4 * 4

@@ -113,6 +113,7 @@ declare namespace Highwater {
           }[];
           tier?: string;
           host_bytes?: number;
+          buffer_bytes?: number;
           pinned_bytes?: number;
           file_bytes?: number;
           store?: string;
@@ -396,6 +397,7 @@ declare namespace Highwater {
           }[];
           tier: string;
           host_bytes: number;
+          buffer_bytes: number;
           pinned_bytes: number;
           file_bytes: number;
           store: string;
