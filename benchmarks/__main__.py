@@ -58,7 +58,7 @@ def describe_machine() -> str:
     )
 
 
-def write_result(name: str, result: Result) -> None:
+def write_result(name: str, result: Result, options: str = "") -> None:
     text = [
         f"# {name}",
         "",
@@ -69,7 +69,7 @@ def write_result(name: str, result: Result) -> None:
         f"ratio: {result.ratio:.4f} ({result.meaning})",
         "",
     ]
-    text += [f"- machine: {describe_machine()}", f"- command: `python -m benchmarks {name}`", ""]
+    text += [f"- machine: {describe_machine()}", f"- command: `python -m benchmarks {name}{options}`", ""]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(text), encoding="utf-8")
 
@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument(
         "--part", choices=[*"abcde"], help="of gpu: a tests, b streaming, c ComfyUI, d two budgets, e precision"
     )
+    parser.add_argument("--cases", type=int, help="of forecast: how many workflows to plan and run; 200 take an hour")
     parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
     parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
     parser.add_argument("--instances", type=int, help="of planner: how many random instances (1000)")
@@ -103,9 +104,12 @@ def main() -> int:
         parser.error(f"--part, --resume and --rehearse are options of gpu, not of {options.name}")
     if options.instances is not None and (options.name != "planner" or options.instances < 1):
         parser.error("--instances is an option of planner: 1 or more")
-    choices = {} if options.instances is None else {"num_instances": options.instances}
-    result: Result = import_module(f".{options.name}", __package__).measure(**choices)
-    write_result(options.name, result)
+    if options.cases is not None and (options.name != "forecast" or options.cases < 1):
+        parser.error("--cases is an option of forecast: 1 or more")
+    asked = {"num_instances": options.instances, "num_cases": options.cases}
+    asked = {name: number for name, number in asked.items() if number is not None}
+    result: Result = import_module(f".{options.name}", __package__).measure(**asked)
+    write_result(options.name, result, "" if options.cases is None else f" --cases {options.cases}")
     if options.json:
         print(
             json.dumps(

@@ -1,9 +1,10 @@
 """It said so before: what plans of random workflows predict, beside what then happens on simulated devices.
 
 Each case is a workflow of one of the tests' pipelines (Flux, Stable Diffusion and Wan with random weights) at a random
-size on one or two random devices. `highwater plan`'s own call plans it from headers and traces; the placement that it
-prints then runs, on devices of that description. Compared are, of each part: weights and staging memory, which have to
-be equal; activations, of a size that was never seen and of one that was; and the virtual seconds of a forward.
+size, with one condition or two, under a random budget or none, on one or two random devices. `highwater plan`'s own
+call plans it from headers and traces; the placement that it prints then runs, on devices of that description. Compared
+are, of each part: weights and staging memory, which have to be equal; activations, of a size that was never seen and
+of one that was; and the virtual seconds of a forward. What profiles would encode stays as stored.
 Simulated devices have neither kernels' workspaces nor fragmented memory, so a card takes more than is shown here.
 """
 
@@ -33,7 +34,12 @@ from .case import Result
 NUM_CASES = 20
 SEED = 17
 PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
-STEPS = 2
+# Models of 15 to 30 MiB: most of the first stream, most of the last stay.
+DEVICE_MIB = ((17, 24), (20, 40), (40, 120))
+STEPS = (
+    4  # the forward that is timed, the last of the second run, comes after the blocks were measured and planned anew
+)
+PRECISION = "as stored"  # profiles would encode some: nothing is predicted of the time in which weights are decoded
 # The limits that a ratio of 1 stands for.
 MOST_UNDER, MOST_OVER = 0.05, 0.30
 MOST_SEEN_ELSEWHERE, MOST_SEEN = 0.10, 0.03
@@ -69,33 +75,58 @@ class Tally:
             self.worst[what] = where
 
 
-def random_case(random: Random) -> tuple[str, dict[str, Any], Hardware]:
-    """Return a pipeline, what is sampled, and the machine."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One workflow, and the machine that it is planned for."""
+
+    pipeline: str
+    profile: str
+    sampling: dict[str, Any]
+    other: dict[str, Any]
+    """The same at another size, which is sampled after it."""
+    hardware: Hardware
+
+    def __str__(self) -> str:
+        size = "x".join(str(self.sampling[name]) for name in ("width", "height", "frames"))
+        return f"{self.pipeline} {size} with {self.profile} on {self.hardware}"
+
+
+def random_case(number: int) -> Case:
+    """Return the case of a number: always the same one."""
+    random = Random(SEED + number)
     name = random.choice(PIPELINES)
-    edges = [16 * random.randint(2, 16 if name != "tiny-wan" else 8) for _ in range(2)]
-    frames = 4 * random.randint(0, 3) + 1 if name == "tiny-wan" else 1
+    most = 16 if name != "tiny-wan" else 6  # times 16 pixels
     sampling = {
         "prompt": "a red fox in the snow",
         "negative_prompt": "",
-        "width": edges[0],
-        "height": edges[1],
-        "frames": frames,
+        "width": 16 * random.randint(2, most),
+        "height": 16 * random.randint(2, most),
+        "frames": random.choice([1, 5, 9]) if name == "tiny-wan" else 1,
+        # Above 1 both halves of a step are one batch of two, or two forwards.
         "guidance": random.choice([1.0, 4.0]),
     }
     devices = tuple(
         DescribedDevice(
             name=f"gpu:{index}",
-            total_bytes=int(random.choice([random.uniform(18, 40), random.uniform(40, 120)]) * MIB),
+            total_bytes=int(random.uniform(*random.choice(DEVICE_MIB)) * MIB),
             link_bytes_per_s=int(random.uniform(2, 25) * 1e9),
             flops_per_s=random.uniform(1, 20) * 1e12,
         )
         for index in range(random.choice([1, 1, 2]))
     )
-    return name, sampling, Hardware(devices=devices, host_bytes=8 * GIB)
+    budget = f"{random.choice(['diffusion', 'gpu:0'])}={random.uniform(10, 24):.1f}MiB"
+    other = {**sampling, "width": 16 * random.randint(2, most), "height": 16 * random.randint(2, most)}
+    return Case(
+        pipeline=name,
+        profile=random.choice(["auto", "auto", "prefetch=2", budget, budget]),
+        sampling=sampling,
+        other=other,
+        hardware=Hardware(devices=devices, host_bytes=8 * GIB),
+    )
 
 
-def graph_of(name: str, sampling: dict[str, Any], placement: str, profile: str) -> dict[str, Any]:
-    load = {"pipeline": name, "profile": profile, "precision": "as stored", "placement": placement}
+def graph_of(case: Case, sampling: dict[str, Any], placement: str, profile: str) -> dict[str, Any]:
+    load = {"pipeline": case.pipeline, "profile": profile, "precision": PRECISION, "placement": placement}
     sample = {"pipeline": ["load", 0], "steps": STEPS, "seed": 1, **sampling}
     return {
         "load": {"class_type": "HighwaterLoadPipeline", "inputs": load},
@@ -103,12 +134,11 @@ def graph_of(name: str, sampling: dict[str, Any], placement: str, profile: str) 
     }
 
 
-def plan_case(
-    name: str, sampling: dict[str, Any], hardware: Hardware, placement: str = "auto", profile: str = "auto"
-) -> Any:
+def plan_case(case: Case, sampling: dict[str, Any], placement: str = "auto", profile: str = "") -> Any:
     from highwater.nodes.graph_plans import plan_graph
 
-    return plan_graph(graph_of(name, sampling, placement, profile), source=name, hardware=hardware)
+    graph = graph_of(case, sampling, placement, profile or case.profile)
+    return plan_graph(graph, source=case.pipeline, hardware=case.hardware)
 
 
 @dataclass(slots=True)
@@ -120,22 +150,35 @@ class Measured:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def watch_seconds(pipe: Any, into: dict[str, float]) -> None:
-    """Note the virtual seconds of each part's last forward, from when it is loaded to the end of its work."""
-    begun: dict[str, float] = {}
+class Watch:
+    """Takes the virtual seconds of each part's last forward by events on the compute stream.
 
-    def now_s() -> float:
-        for index in range(torch.accelerator.device_count()):
-            torch.accelerator.synchronize(index)
-        return simdevice.clock_s()
+    Waits for nothing: while a forward ends, the copies for the next one run.
+    """
 
-    for name, module in pipe.components.items():
-        if isinstance(module, torch.nn.Module):
-            module.register_forward_pre_hook(lambda *_, name=name: begun.__setitem__(name, now_s()))
-            module.register_forward_hook(lambda *_, name=name: into.__setitem__(name, now_s() - begun[name]))
+    def __init__(self, pipe: Any) -> None:
+        self.taken: dict[str, list[torch.Event]] = {}
+        for name, module in pipe.components.items():
+            if isinstance(module, torch.nn.Module):
+                module.register_forward_pre_hook(lambda *_, name=name: self.taken.__setitem__(name, [self.mark()]))
+                module.register_forward_hook(lambda *_, name=name: self.taken[name].append(self.mark()))
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(device=torch.device("sim:0"), enable_timing=True)
+        event.record(torch.accelerator.current_stream(0))
+        return event
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each part's last forward; waits for their ends."""
+        found = {}
+        for name, (begin, end) in self.taken.items():
+            end.synchronize()
+            found[name] = begin.elapsed_time(end) / 1e3
+        self.taken.clear()
+        return found
 
 
-def run_case(name: str, planned: Plan, samplings: list[dict[str, Any]], uses: list[Sequence[Use]]) -> list[Measured]:
+def run_case(case: Case, planned: Plan, samplings: list[dict[str, Any]], uses: list[Sequence[Use]]) -> list[Measured]:
     """Load a pipeline as placed and sample each of these in turn; return what each did.
 
     Args:
@@ -146,25 +189,32 @@ def run_case(name: str, planned: Plan, samplings: list[dict[str, Any]], uses: li
     from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
 
     manager = MemoryManager()
-    pipe, sources = load_with_sources(ready_pipeline(name))
+    pipe, sources = load_with_sources(ready_pipeline(case.pipeline))
     # As the nodes do, which trace again what the plan has traced.
-    texts = {"placement": planned.placement, "profile": str(planned.profile)}
-    managed = manage(pipe, **texts, files=sources, name=name, manager=manager, uses=uses[0])
+    managed = manage(
+        pipe,
+        profile=str(planned.profile),
+        precision=PRECISION,
+        placement=planned.placement,
+        files=sources,
+        name=case.pipeline,
+        manager=manager,
+        uses=uses[0],
+    )
     found = []
-    seconds: dict[str, float] = {}
-    watch_seconds(pipe, seconds)
+    watch = Watch(pipe)
     forms = {Sampling(steps=STEPS, seed=1, **sampling).form for sampling in samplings}
     loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=forms)
     try:
         for sampling, predicted in zip(samplings, uses, strict=True):
             managed.expect({use.component: (use.activation_bytes or 0) - use.held_bytes for use in predicted})
-            one = Measured(seconds=seconds)
+            one = Measured()
             peaks: dict[str, int] = {}
             held: dict[str, dict[str, int]] = {}
             note = watch_needs(manager, peaks, held)
             loaded.sample(Sampling(steps=STEPS, seed=1, **sampling), on_step=lambda *_: None)
             note()
-            found.append(replace(one, device_bytes=held, activations=peaks, seconds=dict(seconds)))
+            found.append(replace(one, device_bytes=held, activations=peaks, seconds=watch.read()))
     finally:
         managed.release()
     return found
@@ -194,16 +244,15 @@ def watch_needs(manager: MemoryManager, peaks: dict[str, int], held: dict[str, d
     return restore
 
 
-def measure_one(random: Random, tally: Tally, number: int) -> None:
-    name, sampling, hardware = random_case(random)
-    where = f"case {number}: {name} {sampling['width']}x{sampling['height']}x{sampling['frames']} on {hardware}"
+def measure_one(number: int, tally: Tally) -> None:
+    case = random_case(number)
+    hardware, where = case.hardware, f"case {number}: {case}"
     try:
-        plan = plan_case(name, sampling, hardware)
+        plan = plan_case(case, case.sampling)
     except (DoesNotFit, InvalidInput):
         tally.num_refused += 1
         return
     (planned,) = plan.plans.values()
-    other = {**sampling, "width": 16 * random.randint(2, 12), "height": 16 * random.randint(2, 12)}
     specs = [
         simdevice.SimDeviceSpec(
             total_bytes=device.total_bytes,
@@ -215,7 +264,7 @@ def measure_one(random: Random, tally: Tally, number: int) -> None:
         for device in hardware.devices
     ]
     try:
-        other_plan = plan_case(name, other, hardware, planned.placement, str(planned.profile))
+        other_plan = plan_case(case, case.other, planned.placement, str(planned.profile))
     except (DoesNotFit, InvalidInput):
         tally.num_refused += 1
         return
@@ -226,7 +275,9 @@ def measure_one(random: Random, tally: Tally, number: int) -> None:
     uses, other_uses = ([use.use for use in one.run.uses] for one in (plan, other_plan))
     with simdevice.cluster(specs, pinned_bytes=hardware.pinned_bytes):
         try:
-            first, again, elsewhere = run_case(name, planned, [sampling, sampling, other], [uses, uses, other_uses])
+            first, again, elsewhere = run_case(
+                case, planned, [case.sampling, case.sampling, case.other], [uses, uses, other_uses]
+            )
             num_failed = sum(simdevice.stats(index).num_ooms for index in range(len(specs)))
             if num_failed:
                 tally.num_retries += 1
@@ -278,13 +329,13 @@ def measure(num_cases: int = NUM_CASES) -> Result:
 
     install()
     simdevice.install("sim", num_devices=2)
-    random, tally = Random(SEED), Tally()
+    tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         folder_paths.configure(models=Path(folder), output=Path(folder) / "out")
         ensure_pipelines(Path(folder) / "diffusers")
         number = 0
         while tally.num_cases < num_cases:
-            measure_one(random, tally, number)
+            measure_one(number, tally)
             number += 1
     return result_of(tally)
 

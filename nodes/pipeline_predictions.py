@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .device_choices import accelerator_names
 from .workflow_plans import PlannedCall, Prediction, calls_of, use_of
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["PipelinePredictor", "know_rates", "times_of"]
 
 
+Blocks: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
+"""The parts of a pipeline, each with the paths of its blocks."""
 described_rates: dict[str, DeviceRates] = {}
 """By device, how fast those compute that this process simulates."""
 
@@ -31,7 +33,7 @@ def know_rates(rates: Mapping[str, DeviceRates]) -> None:
 
 
 class PipelinePredictor:
-    """Predicts calls of pipelines by running their own code without weights, once for each size.
+    """Predicts calls of pipelines by running their own code without weights, once for each size and cut into blocks.
 
     Args:
         rates: by device, as far as they are known.
@@ -43,7 +45,7 @@ class PipelinePredictor:
         self.loaded = loaded
         self.described: dict[Path, Any] = {}
         """Pipelines without weights, by folder."""
-        self.traced: dict[tuple[Path, Sampling], Sequence[CallTrace]] = {}
+        self.traced: dict[tuple[Path, Sampling, Blocks], Sequence[CallTrace]] = {}
         self.failed: dict[tuple[Path, Sampling], str] = {}
         """Why a size of a pipeline cannot be traced."""
 
@@ -55,14 +57,15 @@ class PipelinePredictor:
         use, folder, sampling = call.use, call.paths[0], sampling_of(call.of_node)
         if call.model.kind != PIPELINE or sampling is None or (folder, sampling) in self.failed:
             return None
-        if (folder, sampling) not in self.traced:
+        blocks = tuple((own_name(part), tuple(block.name for block in part.blocks)) for part in call.parts)
+        if (folder, sampling, blocks) not in self.traced:
             try:
-                self.traced[folder, sampling] = self.trace(folder, sampling)
+                self.traced[folder, sampling, blocks] = self.trace(folder, sampling, blocks)
             except (InvalidInput, Untraceable) as error:
                 self.failed[folder, sampling] = str(error)
                 return None
         component = call.component
-        calls = [traced for traced in self.traced[folder, sampling] if traced.part == component.name.partition(" (")[0]]
+        calls = [traced for traced in self.traced[folder, sampling, blocks] if traced.part == own_name(component)]
         if use.call is Call.DECODE:
             calls = [traced for traced in calls if traced.method == "decode"] or calls
         if not calls:
@@ -79,22 +82,23 @@ class PipelinePredictor:
             held_bytes=largest.held_bytes,
             carried_bytes=largest.trace.carried_bytes,
             times=times(largest.trace),
-            tiling=self.tiling(folder, largest, times) if largest.method == "decode" else None,
+            tiling=self.tiling(folder, component, largest, times) if largest.method == "decode" else None,
         )
 
-    def trace(self, folder: Path, sampling: Sampling) -> Sequence[CallTrace]:
+    def trace(self, folder: Path, sampling: Sampling, blocks: Blocks) -> Sequence[CallTrace]:
         from .pipelines.pipeline_traces import trace_pipeline
 
-        return trace_pipeline(self.pipeline(folder), sampling)
+        return trace_pipeline(self.pipeline(folder), sampling, blocks=dict(blocks))
 
     def tiling(
-        self, folder: Path, call: CallTrace, times: Callable[[Trace], Mapping[str, BlockTimes]]
+        self, folder: Path, part: Component, call: CallTrace, times: Callable[[Trace], Mapping[str, BlockTimes]]
     ) -> Tiling | None:
         """Return how the VAE of a pipeline decodes in tiles; only its part ``vae`` does."""
         from .pipelines.decode_tiling import tiling_of
 
         vae = self.pipeline(folder).components.get("vae") if call.part == "vae" else None
-        return tiling_of(vae, call.inputs, call.trace.peak_bytes, times) if vae is not None else None
+        blocks = [block.name for block in part.blocks]
+        return tiling_of(vae, call.inputs, call.trace.peak_bytes, times, blocks) if vae is not None else None
 
     def pipeline(self, folder: Path) -> Any:
         """Return the pipeline of a folder, without weights where it is not loaded."""
@@ -105,6 +109,11 @@ class PipelinePredictor:
         if folder not in self.described:
             self.described[folder] = load_pipeline(folder, without_weights=True)
         return self.described[folder]
+
+
+def own_name(component: Component) -> str:
+    """Return what a pipeline calls its part, which in a workflow of several may have its loader's number."""
+    return component.name.partition(" (")[0]
 
 
 def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...], set[Sampling]]:
@@ -139,7 +148,7 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
                 predicted = predict(call)
                 if predicted is not None:
                     found.append(use_of(call, predicted))
-    return tuple(found), {sampling.form for _, sampling in predict.traced}
+    return tuple(found), {sampling.form for _, sampling, _ in predict.traced}
 
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ __all__ = [
     "describe_files",
     "describe_part",
     "describe_pipeline",
+    "describer_of",
     "plan_files",
     "plan_pipeline",
     "read_precisions",
@@ -80,24 +81,33 @@ def describe_pipeline(folder: Path) -> list[Component]:
 
     Imports diffusers. Raises `InvalidInput` as `load_pipeline`.
     """
+    return describer_of(folder)(None, False)
+
+
+def describer_of(folder: Path) -> Callable[[int | None, bool], list[Component]]:
+    """Return what describes a pipeline folder in blocks of so many bytes at most, as `plan_in_blocks` asks for them."""
     from torch import nn
 
     from .pipelines.diffusers_pipelines import find_sources, load_pipeline
 
     pipe = load_pipeline(folder, without_weights=True)
     sources = find_sources(pipe, folder)
-    found = []
-    for name, module in pipe.components.items():
-        if not isinstance(module, nn.Module):
-            continue
-        described = component_from_module(module, name=name)
-        if name in sources:
-            sources[name].alias_tied(described)
-            described = with_file(described, sources[name], is_trusted=True)
-        else:  # of quantized files
-            described = describe(sorted((folder / name).glob("*.safetensors")), name)
-        found.append(described)
-    return found
+
+    def describe_parts(largest_bytes: int | None, cuts_whole: bool) -> list[Component]:
+        found = []
+        for name, module in pipe.components.items():
+            if not isinstance(module, nn.Module):
+                continue
+            described = component_from_module(module, name=name, largest_bytes=largest_bytes, cuts_whole=cuts_whole)
+            if name in sources:
+                sources[name].alias_tied(described)
+                described = with_file(described, sources[name], is_trusted=True)
+            else:  # of quantized files
+                described = describe(sorted((folder / name).glob("*.safetensors")), name)
+            found.append(described)
+        return found
+
+    return describe_parts
 
 
 def describe_files(paths: Sequence[Path]) -> Component:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import InvalidInput
+from ..memory.manager.block_sizes import plan_in_blocks
 from ..memory.options.placement import (
     AUTO,
     AUTO_GROUPS,
@@ -30,7 +31,7 @@ from .applied_loras import ChangedComponent, apply_loras
 from .device_choices import DEFAULT, missing_devices
 from .lora_headers import LoraReader, changes_by_names
 from .plan_table import in_a_row, plan_text
-from .plans import describe_files, describe_part, describe_pipeline, read_precisions
+from .plans import describe_files, describe_part, describe_pipeline, describer_of, read_precisions
 from .workflow_reading.description import DIFFUSION, PIPELINE, Call, LoadedModel, WorkflowDescription, WorkflowUse
 from .workflow_reading.model_paths import find_files
 
@@ -85,6 +86,8 @@ class PlannedCall:
     use: WorkflowUse
     of_node: tuple[WorkflowUse, ...]
     """All that the same node computes."""
+    parts: tuple[Component, ...] = ()
+    """All components of the model."""
 
 
 Predictor = Callable[[PlannedCall], Prediction | None]
@@ -174,13 +177,16 @@ def plan_workflow(
     if not asked:
         why = "; ".join(notes) or "no loader gives an output anything"
         raise InvalidInput(f"nothing of the workflow can be planned: {why}")
-    uses: list[Use] = []
     notes += unread_lines(described.uses)
-    for use in described.uses:
-        for place in (use.model, *use.beside):
-            if place is not None and place in loaded:
-                calls = calls_in(described, use, described.models[place], *loaded[place])
-                uses += [use_of(call, predict(call)) for call in calls]
+    uses = uses_of(described, loaded, predict)
+    for index, (number, (_, paths)) in enumerate(loaded.items()):
+        model = described.models[number]
+        if model.kind == PIPELINE and not model.loras:
+            cut = in_smaller_blocks(asked, index, model, paths[0], uses)
+            if cut is not asked[index].components:
+                asked[index] = replace(asked[index], components=cut)
+                loaded[number] = asked[index].components, paths
+                uses = uses_of(described, loaded, predict)
     plans, run = plan_together(asked, uses)
     by_label = {label: told_of(plan, changed) for label, plan in zip(labels, plans, strict=True)}
     models = [described.models[number] for number in loaded]
@@ -191,6 +197,58 @@ def plan_workflow(
     return WorkflowPlan(
         plans=by_label, run=run, machine=machine, placements=placements, notes=tuple(dict.fromkeys(notes))
     )
+
+
+def uses_of(
+    described: WorkflowDescription,
+    loaded: Mapping[int, tuple[tuple[Component, ...], tuple[Path, ...]]],
+    predict: Predictor,
+) -> list[Use]:
+    """Return what a workflow computes with the models that are loaded, in order."""
+    return [
+        use_of(call, predict(call))
+        for use in described.uses
+        for place in (use.model, *use.beside)
+        if place is not None and place in loaded
+        for call in calls_in(described, use, described.models[place], *loaded[place])
+    ]
+
+
+def in_smaller_blocks(
+    asked: Sequence[PlanRequest], index: int, model: LoadedModel, folder: Path, uses: Sequence[Use]
+) -> tuple[Component, ...]:
+    """Return the components of a pipeline in blocks as small as its loader will cut them; the same where it will not.
+
+    Raises `InvalidInput` or `DoesNotFit` where blocks of no size fit.
+    """
+    request = asked[index]
+    names = [part.name for part in request.components]
+    describe: Callable[[int | None, bool], list[Component]] | None = None
+
+    def smaller(largest_bytes: int, cuts_whole: bool) -> tuple[Component, ...]:
+        nonlocal describe
+        describe = describe or describer_of(folder)
+        return tuple(
+            replace(part, name=name, stays_as_stored=not model.is_ours)
+            for part, name in zip(describe(largest_bytes, cuts_whole), names, strict=True)
+        )
+
+    def plan_of(components: tuple[Component, ...]) -> Plan:
+        nonlocal request
+        trial = [*asked[:index], replace(request, components=components), *asked[index + 1 :]]
+        plan = plan_together(trial, uses)[0][index]
+        # On the devices that were chosen for the largest blocks: those the loader will be told.
+        for part in plan.components:
+            if not request.placement.item_for(part.component, part.kind).devices:
+                item = replace(
+                    request.placement.item_for(part.component, part.kind),
+                    component=part.component,
+                    devices=part.placement.devices,
+                )
+                request = replace(request, placement=request.placement.with_item(item))
+        return plan
+
+    return plan_in_blocks(request.components, smaller, plan_of)[0]
 
 
 def unread_lines(uses: Sequence[WorkflowUse]) -> list[str]:
@@ -332,7 +390,7 @@ def calls_in(
         return []
     of_node = tuple(other for other in described.uses if other.node == use.node)
     return [
-        PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node)
+        PlannedCall(component=part, model=model, paths=paths, use=use, of_node=of_node, parts=tuple(parts))
         for part in parts
         if model.kind != PIPELINE or part.kind == KIND_OF_CALL.get(use.call)
     ]

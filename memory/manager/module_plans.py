@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from ..errors import DoesNotFit, InvalidInput
+from ..errors import InvalidInput
 from ..options.placement import Placement
 from ..options.precision import PrecisionRequest
 from ..options.profile import OffloadProfile, covers
@@ -19,16 +19,15 @@ from ..planner.planning import granularity_of, weights_to_measure
 from ..planner.replanning import fresh_plan_holds
 from ..planner.request import PlanRequest, plan_request
 from ..planner.run import Use
-from ..planner.sizes import least_bytes
 from ..runtime.forwards.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
 from ..weights.form_errors import measure_errors
-from ..weights.form_numbers import AS_THEY_CAME
 from ..weights.layers import cut_into_layers
 from ..weights.module_component import component_from_module
 from ..weights.quantized_leaves import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource
+from .block_sizes import plan_in_blocks
 
 __all__ = ["Draft", "bytes_in_ram", "plan_modules", "with_file"]
 
@@ -68,8 +67,7 @@ def plan_modules(
 ) -> Draft:
     """Return modules as components, and their plan; moves nothing.
 
-    Where a device cannot hold two blocks they are cut into the blocks inside them; parts that their class declares to
-    be one piece are cut only where nothing else fits. Raises as `plan_request`.
+    The blocks are those of `plan_in_blocks`. Raises as `plan_request`.
 
     Args:
         kinds: component kinds by name, where they are known; names suggest the others.
@@ -81,13 +79,8 @@ def plan_modules(
         is_hosted: whether their host reads single weights of them, from their file where they rest there.
         uses: what the run to come computes with them, as far as that is known.
     """
-    largest_bytes: int | None = None
-    cuts_whole = False
-    coarser: list[Component] = []
-    found: Draft | None = None
-    described: tuple[Component, ...] = ()
-    refusals: list[tuple[int, DoesNotFit | InvalidInput]] = []
-    while True:
+
+    def describe_all(largest_bytes: int | None, cuts_whole: bool) -> list[Component]:
         components = []
         for name, module in modules.items():
             kind = kinds.get(name) or guess_kind(name)
@@ -127,39 +120,26 @@ def plan_modules(
                 component = replace(component, stays_as_stored=is_hosted or not source.are_bare(component))
             component = with_errors(component, module, profile, precision, source)
             components.append(component)
-        if not described:
-            described = tuple(components)
-            # Planned a second time where the modules, or what their device can give, have changed since the draft.
-            if draft is not None and draft.holds(described, machine, profile):
-                return draft
-        if components == coarser and found is not None:
-            return found
-        try:
-            plan = plan_request(
-                PlanRequest(
-                    components=tuple(components),
-                    machine=machine,
-                    placement=placement,
-                    profile=profile,
-                    precision=precision,
-                    uses=tuple(use for use in uses if use.component in modules),
-                )
-            )
-        except (DoesNotFit, InvalidInput) as error:
-            if found is not None:
-                return found
-            # A cut block leaves non-block weights, which never stream: coarser blocks may need fewer bytes at least.
-            # Without its traceback, which would keep this call, its callers and their modules alive in a cycle.
-            refusals.append((sum(map(least_alone, components)), error.with_traceback(None)))
-            if components == coarser and cuts_whole:
-                raise take_least(refusals) from None  # from a call: a local name for it would make a cycle
-            cuts_whole = cuts_whole or components == coarser  # nothing else fits
-        else:
-            found = Draft(described=described, components=components, plan=plan)
-            if not is_tight(plan):
-                return found
-        coarser = components
-        largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
+        return components
+
+    def plan_of(components: list[Component]) -> Plan:
+        request = PlanRequest(
+            components=tuple(components),
+            machine=machine,
+            placement=placement,
+            profile=profile,
+            precision=precision,
+            uses=tuple(use for use in uses if use.component in modules),
+        )
+        return plan_request(request)
+
+    first = describe_all(None, False)
+    described = tuple(first)
+    # Planned a second time where the modules, or what their device can give, have changed since the draft.
+    if draft is not None and draft.holds(described, machine, profile):
+        return draft
+    components, plan = plan_in_blocks(first, describe_all, plan_of)
+    return Draft(described=described, components=components, plan=plan)
 
 
 def with_file(component: Component, source: WeightsSource, *, is_trusted: bool) -> Component:
@@ -198,24 +178,6 @@ def describe_split(describe: Callable[..., Component], num_devices: int, largest
     """Return a component in blocks; they are cut only if there are fewer of them than devices."""
     component = describe(largest_bytes=sys.maxsize)
     return component if len(component.blocks) >= num_devices else describe(largest_bytes=largest_bytes)
-
-
-def take_least(refusals: list[tuple[int, DoesNotFit | InvalidInput]]) -> DoesNotFit | InvalidInput:
-    """Return the refusal of the variant that needs the fewest bytes, and clear the list."""
-    least = min(refusals, key=lambda refusal: refusal[0])[1]
-    refusals.clear()
-    return least
-
-
-def least_alone(component: Component) -> int:
-    """Return the fewest bytes of one device with which a component can compute as it is stored."""
-    return least_bytes(component, range(len(component.blocks)), AS_THEY_CAME, first=True)
-
-
-def is_tight(plan: Plan) -> bool:
-    """Whether staging memory holds no whole block beside the one that computes: copies would wait for computes."""
-    shares = [share for part in plan.components for share in part.shares]
-    return any(share.prefetch_blocks == 0 and len(share.streamed) > 1 for share in shares)
 
 
 def bytes_in_ram(modules: Mapping[str, nn.Module], sources: Mapping[str, WeightsSource]) -> int:

@@ -10,7 +10,8 @@ for each; an odd number of equal blocks needs two rounds of them, which passes t
 [Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
 one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
 own bytes are there. That holds for synchronous copies, too ([Note: blocking copies] in `runtime/devices/prefetch.py`).
-After a pass or two every further one takes the same time: that is what `pass_seconds` finds.
+After some passes they repeat themselves, mostly each the one before it, else in turns of a few: `pass_seconds` plays
+them until one ends as an earlier one did.
 """
 
 from __future__ import annotations
@@ -33,12 +34,19 @@ Offsets: TypeAlias = tuple[dict[int, int], ...]
 WARM_UP_PASSES = 2
 TIMED_PASSES = 2
 LONG_PASS = 150
+# So many passes are played until they repeat themselves; where they do not, half of them are the warm-up.
+MOST_PASSES = 32
+# To how many places of the least time of a pass two states count as one: sums of floats differ in the last.
+PLACES = 9
 # Beside how many pieces of memory offsets are looked for, for all blocks of a round: those behind the last block have
 # been free for longest.
 TRIED_PIECES = 2_000
 # With hundreds of blocks fewer: so many for all pairs of them.
 TRIED_PAIRS = 120_000
 
+State: TypeAlias = tuple[int, float, tuple[tuple[int, tuple[int, int] | None, float], ...]]
+"""What a pass leaves to the next one: its round, the time of its last copy, and of each piece of memory whose bytes lie
+there and when it is free; times are relative to its end."""
 Owner = TypeVar("Owner")
 
 
@@ -108,30 +116,38 @@ def choose_offsets(
 
 
 def pass_seconds(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> float:
-    """Return the seconds of one pass in the steady state ([Note: steady state])."""
+    """Return the mean seconds of a pass in the steady state ([Note: steady state])."""
     passes = play(work, resident, staging_bytes, offsets)
-    warm_up, timed = num_passes(work) if len(offsets) == 1 else (WARM_UP_PASSES, TIMED_PASSES)
-    ends = list(itertools.islice(passes, warm_up + timed))
-    return (ends[-1] - ends[warm_up - 1]) / timed
+    if len(work.sizes) > LONG_PASS:
+        # Of hundreds of blocks the first pass is steady before its end, and one round needs no second pass.
+        warm_up, timed = (1, 1) if len(offsets) == 1 else (WARM_UP_PASSES, TIMED_PASSES)
+        ends = [end_s for end_s, _ in itertools.islice(passes, warm_up + timed)]
+        return (ends[-1] - ends[warm_up - 1]) / timed
+    ends = []
+    known: dict[State, int] = {}
+    for number, (end_s, state) in enumerate(itertools.islice(passes, MOST_PASSES)):
+        ends.append(end_s)
+        before = known.setdefault(state, number)
+        if before < number:
+            return (end_s - ends[before]) / (number - before)
+    return (ends[-1] - ends[MOST_PASSES // 2 - 1]) / (MOST_PASSES // 2)
 
 
-def num_passes(work: Workload) -> tuple[int, int]:
-    """Return how many passes go before those that are timed, and how many are.
+def play(
+    work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets
+) -> Iterator[tuple[float, State]]:
+    """Yield when each pass ends, and what it leaves, for ever.
 
-    Of hundreds of blocks the first pass is steady before its end, and one round needs no second pass.
+    A block without an offset in a round gets one when its turn comes.
     """
-    return (1, 1) if len(work.sizes) > LONG_PASS else (WARM_UP_PASSES, TIMED_PASSES)
-
-
-def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> Iterator[float]:
-    """Yield when each pass ends, for ever; a block without an offset in a round gets one when its turn comes."""
     compute_s, copy_s = work.compute_s, work.copy_s
     occupancy = Occupancy[tuple[int, int]](staging_bytes)
     freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
     copied = now = 0.0
     latest = Latest((-1, 0), 0)
+    unit_s = work.least_s or 1.0
     num_pieces = max(1, min(TRIED_PIECES // len(work.sizes), TRIED_PAIRS // len(work.sizes) ** 2))
-    for here in itertools.cycle(offsets):
+    for number, here in itertools.cycle(enumerate(offsets)):
         others = [there for there in offsets if there is not here]
         for position, size in enumerate(work.sizes):
             if position in resident:
@@ -156,7 +172,10 @@ def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets:
             now = max(now, copied) + compute_s[position]
             freed_at[stay] = now
         now += work.idle_s
-        yield now
+        # What was free before the next copy begins is free, no matter since when.
+        free = ((begin, owner, max(copied, freed_at[owner]) - now) for begin, _, owner in occupancy.pieces)
+        places = tuple((begin, owner, round(left_s / unit_s, PLACES)) for begin, owner, left_s in free)
+        yield now, (number, round((copied - now) / unit_s, PLACES), places)
 
 
 def free_pieces(
@@ -250,7 +269,7 @@ def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int
     freed: deque[tuple[int, float]] = deque()
     reach, end = staging_bytes, 0
     copied = now = begin_s = 0.0
-    warm_up, timed = num_passes(work)
+    warm_up, timed = (1, 1) if len(sizes) > LONG_PASS else (WARM_UP_PASSES, TIMED_PASSES)
     for number in range(warm_up + timed):
         if number == warm_up:
             begin_s = now

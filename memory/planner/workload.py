@@ -14,6 +14,8 @@ __all__ = ["Workload", "balanced_workload", "find_blocking", "find_in_file", "fi
 BLOCKING_COPIES = 2.0
 # And by how much one that reads a file first: about as a fast disk is.
 FILE_COPIES = 8.0
+# What each copy takes beside its bytes, about as on cards behind PCIe; of small blocks that is a good part.
+COPY_LATENCY_S = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def find_workload(
     return Workload(
         sizes=tuple(sizes.values()),
         compute_s=compute_s,
-        copy_s=tuple(size / speeds[number] for number, size in sizes.items()),
+        copy_s=tuple(COPY_LATENCY_S + size / speeds[number] for number, size in sizes.items()),
         idle_s=max(0.0, sum(block_seconds.values()) - sum(compute_s)),
         blocking=positions,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,10 +40,18 @@ class CallTrace:
         return self.held_bytes + self.trace.peak_bytes
 
 
-def trace_calls(parts: Mapping[str, nn.Module], run: Callable[[Mapping[str, nn.Module]], Any]) -> list[CallTrace]:
+def trace_calls(
+    parts: Mapping[str, nn.Module],
+    run: Callable[[Mapping[str, nn.Module]], Any],
+    *,
+    blocks: Mapping[str, Collection[str]] | None = None,
+) -> list[CallTrace]:
     """Return the calls that ``run`` makes of the parts, in order; it gets their twins, which lie on the meta device.
 
     All that it does with tensors on that device counts. Costs what `trace_forward` costs, for each call.
+
+    Args:
+        blocks: by part, the paths of the modules to tell apart; of others the blocks that an engine would move.
 
     Raises:
         Untraceable: what it does depends on the values of tensors that are not known, or it failed.
@@ -52,7 +60,7 @@ def trace_calls(parts: Mapping[str, nn.Module], run: Callable[[Mapping[str, nn.M
     twins = {name: make_twin(part) for name, part in parts.items()}
     calls = Calls(recorder)
     for name, twin in twins.items():
-        follow_blocks(recorder, twin, None)
+        follow_blocks(recorder, twin, (blocks or {}).get(name))
         calls.follow(name, twin)
     try:
         with torch.inference_mode(), recorder:

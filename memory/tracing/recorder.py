@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from .known_values import KnownValues, tensors_in
 from .meta_twin import meta_like
 from .operator_costs import GATHERS, INDEXING, SIZED_BY_VALUES, How, Operator, attend, bytes_of, flops_of, operator_of
+from .result_forms import ResultForms
 from .trace import Kernel, Segment, Trace, Untraceable
 
 __all__ = ["Recorder"]
@@ -43,6 +44,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """By storage: its bytes, and the weak reference that tells its end."""
         self.constants: dict[int, tuple[Tensor, Tensor]] = {}
         self.values = KnownValues()
+        self.forms = ResultForms()
         self.held_bytes = 0
         self.segments: list[Segment] = []
         self.stack: list[str] = []
@@ -243,6 +245,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ]
         if operator.name in SIZED_BY_VALUES:
             result = self.of_values(function, operator, args, kwargs)
+        elif operator.how is How.KERNEL and not (operator.written or operator.written_names):
+            result = self.forms.call(function, args, kwargs)
         else:
             result = function(*args, **kwargs)
         given = [tensor for tensor in tensors_in((args, list(kwargs.values()))) if tensor.is_meta]

@@ -31,6 +31,7 @@ def tiling_of(
     inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
     whole_bytes: int,
     times_of: Callable[[Trace], Mapping[str, BlockTimes]],
+    blocks: Sequence[str] | None = None,
 ) -> DecodeTiling | None:
     """Return how our node lets a VAE decode its inputs; None where it leaves that to the VAE.
 
@@ -38,10 +39,11 @@ def tiling_of(
         inputs: shape and dtype of what it is called with.
         whole_bytes: what the decode takes in one piece, as traced.
         times_of: returns what a trace takes, by device.
+        blocks: the names of its blocks; None: as a trace finds them.
     """
     if not inputs or len(inputs[0][0]) not in (4, 5) or way_of(vae) is None or getattr(vae, "use_tiling", False):
         return None
-    return DecodeTiling(vae, *inputs[0], whole_bytes, times_of)
+    return DecodeTiling(vae, *inputs[0], whole_bytes, times_of, blocks)
 
 
 class DecodeTiling:
@@ -54,8 +56,10 @@ class DecodeTiling:
         dtype: torch.dtype,
         whole_bytes: int,
         times_of: Callable[[Trace], Mapping[str, BlockTimes]],
+        blocks: Sequence[str] | None = None,
     ) -> None:
         self.vae = vae
+        self.blocks = blocks
         self.shape = shape
         self.dtype = dtype
         self.whole_bytes = whole_bytes
@@ -134,7 +138,9 @@ class DecodeTiling:
             shape = (*self.shape[:2], *piece[-len(self.shape) + 2 :])
             latents = torch.empty(shape, dtype=self.dtype, device="meta")
             twin = twin_of(self.vae, self.dtype)
-            self.traced[piece] = trace_forward(twin, (latents,), {"return_dict": False}, method="decode")
+            self.traced[piece] = trace_forward(
+                twin, (latents,), {"return_dict": False}, method="decode", blocks=self.blocks
+            )
         return self.traced[piece]
 
     def joins(self, tiles: Tiles) -> Iterator[Kernel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .diffusers_pipelines import quiet_libraries
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["trace_pipeline"]
 
 
-def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
+def trace_pipeline(
+    pipe: Any, sampling: Sampling, *, blocks: Mapping[str, Collection[str]] | None = None
+) -> list[CallTrace]:
     """Return the calls that a pipeline makes of its parts for one step, in order: text encoders, denoiser, VAE.
 
     The pipeline's own code runs, with twins of its parts on the meta device, so each call has the inputs that it would
@@ -25,6 +28,7 @@ def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
 
     Args:
         sampling: its number of steps does not matter.
+        blocks: as in `trace_calls`.
 
     Raises:
         InvalidInput: as `sample_images`.
@@ -43,7 +47,7 @@ def trace_pipeline(pipe: Any, sampling: Sampling) -> list[CallTrace]:
         with quiet_libraries():
             twin_of(pipe, twins)(**arguments)
 
-    return trace_calls(parts, run)
+    return trace_calls(parts, run, blocks=blocks)
 
 
 def twin_of(pipe: Any, twins: dict[str, nn.Module]) -> Any:

@@ -92,13 +92,13 @@ def cases(draw: st.DrawFn) -> tuple[Workload, frozenset[int], int]:
 
 
 def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: int, offsets: Offsets) -> float:
-    """Copy many passes byte by byte, and return the mean of the later ones."""
+    """Copy many passes byte by byte, and return the mean of the later ones: of 120 turns are mostly whole."""
     content: list[tuple[int, int] | None] = [None] * staging_bytes  # whose bytes, and from where to where they lie
     free_s = [0.0] * staging_bytes
     copied = now = middle = 0.0
-    num_passes = 24
+    num_passes = 160
     for number in range(num_passes):
-        if number == num_passes // 2:
+        if number == 40:
             middle = now
         for position, size in enumerate(work.sizes):
             if position not in resident:
@@ -113,7 +113,7 @@ def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: i
                 free_s[begin : begin + size] = [now + work.compute_s[position]] * size
             now += work.compute_s[position]
         now += work.idle_s
-    return (now - middle) / (num_passes - num_passes // 2)
+    return (now - middle) / (num_passes - 40)
 
 
 @given(cases(), st.integers(1, 2))
@@ -125,8 +125,7 @@ def test_predicted_passes_are_those_of_a_run_byte_by_byte(case, num_rounds: int)
         assert here.keys() == streamed
         assert all(0 <= begin <= staging_bytes - work.sizes[position] for position, begin in here.items())
     assert predicted == pytest.approx(pass_seconds(work, resident, staging_bytes, offsets), abs=1e-9)
-    # Some runs take turns over more passes than are predicted with.
-    assert predicted == pytest.approx(slow_pass_seconds(*case, offsets), rel=0.1)
+    assert predicted == pytest.approx(slow_pass_seconds(*case, offsets), rel=0.01)
     assert predicted >= work.least_s * (1 - 1e-9)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from highwater.headless.commands.planning import plan_workflow
 from highwater.memory import MemoryManager, manage
 from highwater.memory.tracing import seconds_of
-from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
+from highwater.nodes.described_hardware import parse_hardware
+from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline, load_with_sources
 from highwater.nodes.pipelines.pipeline_traces import trace_pipeline
 from highwater.nodes.pipelines.sampling import Sampling, sample_images
 
@@ -141,3 +144,42 @@ def test_a_trace_leaves_the_pipeline_and_random_numbers_alone(pipes: dict[str, A
 def test_sizes_that_a_pipeline_cannot_make_are_refused(pipes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="width 65 is not allowed"):
         trace_pipeline(pipes["tiny-sd"], sampling(width=65))
+
+
+def test_a_plan_has_the_blocks_that_the_loader_cuts(sim: ModuleType, models_directory: Path, tmp_path: Path) -> None:
+    # The budget holds one of the UNet's blocks and a part of another: it is cut into smaller ones.
+    load = {"pipeline": "tiny-sd", "profile": "diffusion=13.7MiB", "precision": "as stored", "placement": "auto"}
+    sample = {"pipeline": ["load", 0], "prompt": "a cat", "negative_prompt": "", "width": 64, "height": 64}
+    sample |= {"frames": 1, "steps": 1, "guidance": 4.0, "seed": 1}
+    workflow = tmp_path / "workflow.json"
+    nodes = {"load": ("HighwaterLoadPipeline", load), "sample": ("HighwaterSamplePipeline", sample)}
+    workflow.write_text(
+        json.dumps({name: {"class_type": kind, "inputs": inputs} for name, (kind, inputs) in nodes.items()})
+    )
+    hardware = parse_hardware("gpu:0=64MiB@10GB/s@8TFLOPS,host=8GiB")
+    planned = plan_workflow(workflow, hardware, models_directory, {})
+    (plan,), run = planned.plans.values(), planned.run
+    assert run is not None
+    sim.configure([sim.SimDeviceSpec(total_bytes=64 << 20)], pinned_bytes=hardware.pinned_bytes)
+    pipe, sources = load_with_sources(models_directory / "diffusers" / "tiny-sd")
+    managed = manage(
+        pipe,
+        profile=load["profile"],
+        precision=load["precision"],
+        placement=plan.placement,
+        files=sources,
+        manager=MemoryManager(),
+        uses=[use.use for use in run.uses],
+    )
+    try:
+        for part in plan.components:
+            loaded = managed.plan[part.component]
+            assert [share.blocks for share in part.shares] == [share.blocks for share in loaded.shares]
+            assert [share.device_bytes for share in part.shares] == [share.device_bytes for share in loaded.shares]
+        assert plan["unet"].streams
+        # The times are those of the smaller blocks, too.
+        (use,) = [use.use for use in run.uses if use.use.component == "unet"]
+        assert all(len(times.blocks_s) == len(plan["unet"].shares[0].blocks) for times in use.times.values())
+        assert all(min(times.blocks_s) > 0 for times in use.times.values())
+    finally:
+        managed.release()
