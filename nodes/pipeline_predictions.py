@@ -73,8 +73,10 @@ class PipelinePredictor:
         num_passes = len(calls) * (max(1, use.steps or 1) if use.call is Call.SAMPLE else 1)
         largest = max(calls, key=lambda call: call.peak_bytes)
 
+        by_device = self.rates  # what a plan keeps holds no pipeline
+
         def times(trace: Trace) -> dict[str, BlockTimes]:
-            return {device: times_of(trace, component, rates) for device, rates in self.rates.items()}
+            return {device: times_of(trace, component, rates) for device, rates in by_device.items()}
 
         return Prediction(
             num_passes=num_passes,

@@ -38,12 +38,14 @@ def tiling_of(
     Args:
         inputs: shape and dtype of what it is called with.
         whole_bytes: what the decode takes in one piece, as traced.
-        times_of: returns what a trace takes, by device.
+        times_of: returns what a trace takes, by device; kept as long as what is returned.
         blocks: the names of its blocks; None: as a trace finds them.
     """
     if not inputs or len(inputs[0][0]) not in (4, 5) or way_of(vae) is None or getattr(vae, "use_tiling", False):
         return None
-    return DecodeTiling(vae, *inputs[0], whole_bytes, times_of, blocks)
+    # A plan is kept longer than the VAE, whose weights a twin has not.
+    shape, dtype = inputs[0]
+    return DecodeTiling(twin_of(vae, dtype), shape, dtype, whole_bytes, times_of, blocks)
 
 
 class DecodeTiling:
