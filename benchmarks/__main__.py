@@ -109,7 +109,8 @@ def main() -> int:
     asked = {"num_instances": options.instances, "num_cases": options.cases}
     asked = {name: number for name, number in asked.items() if number is not None}
     result: Result = import_module(f".{options.name}", __package__).measure(**asked)
-    write_result(options.name, result, "" if options.cases is None else f" --cases {options.cases}")
+    given = {"--instances": options.instances, "--cases": options.cases}
+    write_result(options.name, result, "".join(f" {name} {n}" for name, n in given.items() if n is not None))
     if options.json:
         print(
             json.dumps(

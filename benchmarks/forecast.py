@@ -26,6 +26,7 @@ from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.run import Use
+from highwater.memory.planner.run_plan import UsePlan
 from highwater.memory.units import GIB, MIB
 from highwater.nodes.described_hardware import DescribedDevice, Hardware
 
@@ -36,9 +37,8 @@ SEED = 17
 PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
 # Models of 15 to 30 MiB: most of the first stream, most of the last stay.
 DEVICE_MIB = ((17, 24), (20, 40), (40, 120))
-STEPS = (
-    4  # the forward that is timed, the last of the second run, comes after the blocks were measured and planned anew
-)
+# The forward that is timed, the last of the second run, comes after the blocks were measured and planned anew.
+STEPS = 4
 PRECISION = "as stored"  # profiles would encode some: nothing is predicted of the time in which weights are decoded
 # The limits that a ratio of 1 stands for.
 MOST_UNDER, MOST_OVER = 0.05, 0.30
@@ -305,7 +305,7 @@ def compare(tally: Tally, where: str, plan: Any, planned: Any, first: Measured, 
         shares = {share.device: share.device_bytes for share in part.shares}
         if first.device_bytes[part.component] != shares:
             tally.unequal.append(f"{at}: planned {shares}, held {first.device_bytes[part.component]}")
-        expected = use.use.activation_bytes
+        expected = activations_of(use)
         if expected is not None and max(measured, expected) >= LEAST_BYTES:
             tally.note("under", 1 - expected / max(1, measured), at)
             tally.note("over", expected / max(1, measured) - 1, at)
@@ -317,9 +317,14 @@ def compare(tally: Tally, where: str, plan: Any, planned: Any, first: Measured, 
     tally.num_large += is_large
 
 
+def activations_of(use: UsePlan) -> int | None:
+    """Return what a use is expected to take of its device beside weights, in tiles where it computes in them."""
+    return None if use.use.activation_bytes is None else max(map(use.activation_bytes, use.held))
+
+
 def compare_elsewhere(tally: Tally, where: str, plan: Any, measured: Measured) -> None:
     for use in plan.run.uses:
-        expected, found = use.use.activation_bytes, measured.activations.get(use.use.component)
+        expected, found = activations_of(use), measured.activations.get(use.use.component)
         if expected is not None and found is not None and max(expected, found) >= LEAST_BYTES:
             tally.note("elsewhere", abs(expected / max(1, found) - 1), f"{where}, {use.use.component}")
 

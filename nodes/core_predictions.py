@@ -15,7 +15,7 @@ from ..memory.planner.run import BlockTimes
 from ..memory.planner.tiles import TileChoice, Tiles, choose_tiles
 from .lora_headers import LoraChanges, changes_by_names, weights_by_path
 from .pipeline_predictions import times_of
-from .workflow_plans import PlannedCall, Prediction, usual_passes
+from .workflow_plans import PlannedCall, Prediction, calls_of_step, usual_passes
 from .workflow_reading.description import DIFFUSION, PIPELINE, TEXT, Call, LoadedModel
 
 if TYPE_CHECKING:
@@ -109,8 +109,11 @@ class CorePredictor:
         needs, use = self.sampling(call.model, call.paths[0]), call.use
         if needs is None:
             return None
-        shape = needs.latent_shape(size.width, size.height, size.frames, size.batch)
+        num_calls, _ = calls_of_step(call)
         num_conds = use.conds or 1
+        shape = needs.latent_shape(size.width, size.height, size.frames, size.batch)
+        # Of conditionings each is a call, of one the halves of its batch.
+        each = needs.latent_shape(size.width, size.height, size.frames, -(-size.batch * num_conds // num_calls))
         usual = usual_prompt(needs)
         prompted = next((each for each in self.prompted if usual is None or each.width == usual.width), usual)
         trace = None
@@ -118,14 +121,15 @@ class CorePredictor:
             trace = self.trace(
                 call,
                 needs.model,
-                lambda: step_call(needs, shape, prompted, num_conds=num_conds),
-                (call.model.asked.weight_dtype, shape, num_conds, prompted),
+                lambda: step_call(needs, each, prompted),
+                (call.model.asked.weight_dtype, each, prompted),
             )
         reserved_bytes = needs.num_bytes(shape, num_conds=num_conds)
-        is_like_this = trace is None or reserves_for_gpus()
+        takes_reserved = trace is None or reserves_for_gpus()
         return Prediction(
             num_passes=usual_passes(use),
-            activation_bytes=reserved_bytes if is_like_this else trace.peak_bytes,
+            activation_bytes=reserved_bytes if takes_reserved else num_calls * trace.peak_bytes,
+            carried_bytes=trace.carried_bytes if trace is not None else 0,
             times=self.times(trace, call.component, needs.model),
         )
 

@@ -41,7 +41,9 @@ def plan_text(
     blocks = [table([COMPONENTS, *(row for part in parts for row in component_rows(part))])]
     if run is not None:
         blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run, machine, rated)}")
-    blocks.append(table([DEVICES, *device_rows(parts, run, machine)]))
+    rows = [DEVICES, *device_rows(parts, run, machine)]
+    limits = budget_column(plans, machine)
+    blocks.append(table([(*row, *limits[index : index + 1]) for index, row in enumerate(rows)]))
     why = [f"{part.component}: {reason}" for part in parts for reason in (*sums(part), *part.reasons)]
     why += [reason for plan in plans.values() for reason in plan.reasons[:1]]  # the other one is the text to paste
     why += run.turns if run is not None else []
@@ -176,6 +178,22 @@ def device_rows(parts: Sequence[ComponentPlan], run: RunPlan | None, machine: Ma
         if left < 0 <= left + device.kept_free_bytes:
             remains = f"0B; activations take {format_bytes(-left)} of what the watermark keeps free"
         yield device.name, room, format_bytes(peak), remains
+
+
+def budget_column(plans: Mapping[str, Plan], machine: Machine) -> list[str]:
+    """Return what profiles let weights take of each accelerator, below a heading; empty where none has a budget."""
+    limits = [
+        [
+            budget.limit(device.total_bytes, device.available_bytes, device.kept_free_bytes)
+            for plan in plans.values()
+            for budget in plan.profile.budgets
+            if budget.target == device.name and not budget.from_profile
+        ]
+        for device in machine.accelerators
+    ]
+    if not any(limits):
+        return []
+    return ["weights at most", *(format_bytes(min(found)) if found else "-" for found in limits)]
 
 
 def same_again(plans: Mapping[str, Plan], placements: Mapping[str, str]) -> Iterator[str]:

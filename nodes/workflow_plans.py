@@ -274,10 +274,9 @@ def told_of(plan: Plan, changed: Mapping[str, ChangedComponent]) -> Plan:
 
 
 def widget_text(plan: Plan) -> str:
-    """Return a placement as the loaders of ComfyUI's models take it: devices, and another GPU that stores."""
+    """Return a placement as the loaders of ComfyUI's models take it: of the places to rest only another GPU."""
     (part,) = plan.components
-    devices = "&".join(share.device for share in part.shares)
-    return f"{devices}:{part.store}" if part.store else devices
+    return str(replace(part.placement, component="*", tier=part.store or None, forbids_ram=False))
 
 
 def describe_model(model: LoadedModel, paths: Sequence[Path]) -> tuple[Component, ...]:
@@ -406,7 +405,7 @@ def use_of(call: PlannedCall, predicted: Prediction | None) -> Use:
         num_passes=predicted.num_passes,
         num_calls=num_calls,
         one_by_one=one_by_one,
-        may_clone=num_calls > 1,
+        may_clone=(call.use.conds or 1) > 1,
         activation_bytes=predicted.activation_bytes,
         held_bytes=predicted.held_bytes,
         tiling=predicted.tiling if may_tile(call) else None,
@@ -426,11 +425,13 @@ def calls_of_step(call: PlannedCall) -> tuple[int, str]:
         return 1, ""
     if use.conds is None:
         return 1, "how many conditionings a step has is not known"
-    if use.conds == 1:
-        return 1, "a step has one conditioning: a split buys memory, not speed"
+    is_batch = use.size is not None and use.size.batch > 1
+    if use.conds == 1 and not is_batch:
+        return 1, "a step has one conditioning and one picture: a split buys memory, not speed"
+    num_calls = max(use.conds, 2)  # of one conditioning the two halves of its batch
     if not call.model.is_ours:
-        return use.conds, "another node than Highwater's loads it"
-    return use.conds, "conditionings have hooks that change weights" if use.has_hooks else ""
+        return num_calls, "another node than Highwater's loads it"
+    return num_calls, "conditionings have hooks that change weights" if use.has_hooks else ""
 
 
 def may_tile(call: PlannedCall) -> bool:

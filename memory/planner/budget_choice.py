@@ -19,7 +19,7 @@ from ..options.profile import OffloadProfile
 from ..units import MIB, align_up
 from .capacity import Machine
 from .device_plan import DevicePlan, find_allowed
-from .device_store import store_room
+from .device_store import rate_from, store_room
 from .prefetch_schedule import spread_residents
 from .run import Use
 from .run_plan import first_and_further, tiled_seconds
@@ -47,6 +47,7 @@ class Settled:
     """A component as it was planned, and where else it may compute."""
 
     sizes: Sizes
+    profile: OffloadProfile
     shares: tuple[DevicePlan, ...]
     pass_s: Mapping[int, float]
     """What a forward takes, by the number of the use."""
@@ -73,9 +74,7 @@ class Budgeted:
     """The device from whose memory it streams; None: from where it rests."""
 
 
-def choose_budgets(
-    parts: Mapping[str, Settled], uses: Sequence[Use], machine: Machine, profile: OffloadProfile
-) -> dict[str, Budgeted]:
+def choose_budgets(parts: Mapping[str, Settled], uses: Sequence[Use], machine: Machine) -> dict[str, Budgeted]:
     """Return the components that had better be elsewhere or keep fewer blocks; none where that gains nothing.
 
     Arithmetic by estimates; some hundred of them take tens of milliseconds.
@@ -94,7 +93,9 @@ def choose_budgets(
             tiling = uses[number].tiling
             if tiles is None or tiling is None:
                 return passes[number]
-            return tiled_seconds(shares[uses[number].component][0], tiling, tiles, machine)
+            name = uses[number].component
+            share, store = shares[name][0], chosen[name].store if name in chosen else parts[name].store
+            return tiled_seconds(share, tiling, tiles, rate_from(store, share.device, machine))
 
         run = first_and_further(shares, uses, machine, pass_s=pass_s)
         over = sum(
@@ -107,7 +108,7 @@ def choose_budgets(
             option
             for device, store in product(part.devices, (None, *part.stores))
             if device != store
-            for option in budgets_on(part.sizes, device, store, numbered(uses, name), machine, profile)
+            for option in budgets_on(part.sizes, device, store, numbered(uses, name), machine, part.profile)
         ]
         for name, part in parts.items()
     }

@@ -20,7 +20,7 @@ from .device_plan import DevicePlan, confirm_share, plan_share
 from .plan import ComponentPlan
 from .sizes import Sizes
 
-__all__ = ["StoreRoom", "beside_stored", "confirm_stored", "plan_stored", "store_room"]
+__all__ = ["StoreRoom", "beside_stored", "confirm_stored", "plan_stored", "rate_from", "store_room"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +132,15 @@ def holds(share: DevicePlan, sizes: Mapping[int, int] | Sequence[int], room: Sto
 def assumed_of(share: DevicePlan) -> frozenset[int]:
     """Return the blocks whose copies were taken not to be synchronous when a share was planned."""
     return frozenset(share.blocks) - share.blocking
+
+
+def rate_from(store: str | None, device: str, machine: Machine) -> float | None:
+    """Return how fast what streams reaches a device, in bytes per second; None where it is not known.
+
+    Args:
+        store: the other device that has it; none: RAM.
+    """
+    return store_room(None, machine, device, store).bytes_per_s if store else machine.device(device).link_bytes_per_s
 
 
 def beside_stored(machine: Machine, plans: Sequence[ComponentPlan]) -> Machine:

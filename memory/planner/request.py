@@ -17,7 +17,7 @@ from .capacity import KeptFree, Machine
 from .clones import explain_clones
 from .device_choice import Part, choose_devices
 from .device_plan import DevicePlan
-from .device_store import beside_stored
+from .device_store import beside_stored, rate_from
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
@@ -183,9 +183,9 @@ def find_budgets(
 ) -> dict[str, Budgeted]:
     """Return budgets with which a run is reckoned to take less time ([Note: choosing budgets]); mostly there are none.
 
-    None where a repeated run reloads nothing, or a time is not known.
+    None where a repeated run reloads nothing and tiles nothing, or a time is not known.
     """
-    if run.seconds is None or not any(any(use.loaded.values()) for use in run.uses):
+    if run.seconds is None or not any(any(use.loaded.values()) or use.in_tiles is not None for use in run.uses):
         return {}
     accelerators = tuple(device.name for device in machine.chosen_from)
     parts: dict[str, Settled] = {}
@@ -205,13 +205,14 @@ def find_budgets(
             )
             parts[component.name] = Settled(
                 sizes=Sizes(component, planned.forms),
+                profile=profile,
                 shares=planned.shares,
                 pass_s={n: use.pass_s or 0.0 for n, use in enumerate(run.uses) if use.use.component == component.name},
                 devices=devices if is_open else (),
                 stores=accelerators if asked.tier is None else (),
                 store=planned.store or None,
             )
-    return choose_budgets(parts, uses, machine, requests[0].profile)
+    return choose_budgets(parts, uses, machine)
 
 
 def explain_budget(budgeted: Budgeted) -> str:
@@ -290,12 +291,13 @@ def run_of(
 ) -> RunPlan:
     """Return what a run does with plans ([Note: repeated run] in `run_plan.py`), by the seconds of settled shares."""
     shares = {part.component: part.shares for plan in plans for part in plan.components}
+    stores = {part.component: part.store for plan in plans for part in plan.components}
 
     def pass_s(number: int, tiles: Tiles | None) -> float | None:
         use = uses[number]
         of = settled[use.component]
         if tiles is not None and use.tiling is not None and len(of) == 1:
-            return tiled_seconds(of[0], use.tiling, tiles, machine)
+            return tiled_seconds(of[0], use.tiling, tiles, rate_from(stores[use.component], of[0].device, machine))
         return forward_seconds(of, use, machine)
 
     return first_and_further(shares, uses, machine, pass_s=pass_s)

@@ -311,18 +311,20 @@ def copy_rate(device: DeviceCapacity) -> float:
     return device.link_bytes_per_s or ASSUMED_BYTES_PER_S
 
 
-def tiled_seconds(share: DevicePlan, tiling: Tiling, tiles: Tiles, machine: Machine) -> float | None:
+def tiled_seconds(share: DevicePlan, tiling: Tiling, tiles: Tiles, rate: float | None) -> float | None:
     """Return what all tiles of a use take on one device, which copies what streams once for each tile.
 
     That hides behind computing, or takes longer, but where the staging memory holds no two blocks: then it is added.
     None where the times of the device, or of copies to it, are not known.
+
+    Args:
+        rate: how fast what streams reaches the device, in bytes per second.
     """
     times = tiling.times(tiles).get(share.device)
     if times is None:
         return None
     if not share.streamed:
         return times.pass_s
-    rate = machine.device(share.device).link_bytes_per_s
     if rate is None:
         return None
     copying_s = tiling.num_forwards(tiles) * share.streamed_bytes / rate

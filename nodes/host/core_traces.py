@@ -81,18 +81,18 @@ def usual_prompt(needs: SamplingNeeds) -> Prompted | None:
     return Prompted(num_tokens=UNET_TOKENS if is_unet else OTHER_TOKENS, width=width, pooled_width=pooled)
 
 
-def step_call(needs: SamplingNeeds, latent_shape: Sequence[int], prompted: Prompted, *, num_conds: int) -> CoreCall:
-    """Return one step of a diffusion model, all conditions at once.
+def step_call(needs: SamplingNeeds, latent_shape: Sequence[int], prompted: Prompted) -> CoreCall:
+    """Return one call of a diffusion model.
 
     Args:
-        latent_shape: of the latents of one condition.
+        latent_shape: of all latents that it computes at once.
 
     Raises:
         InvalidInput: the model takes more than a prompt.
     """
     model = needs.model
     batch, *rest = latent_shape
-    latents = torch.empty((batch * num_conds, *rest), device="meta")
+    latents = torch.empty(tuple(latent_shape), device="meta")
     try:
         with torch.device("meta"):
             conds = model.extra_conds(
@@ -106,11 +106,11 @@ def step_call(needs: SamplingNeeds, latent_shape: Sequence[int], prompted: Promp
                 width=rest[-1] * 8,
                 height=rest[-2] * 8,
             )
-            given = {name: cond.process_cond(batch_size=batch * num_conds).cond for name, cond in conds.items()}
+            given = {name: cond.process_cond(batch_size=batch).cond for name, cond in conds.items()}
     except Exception as error:  # whatever core's classes raise for what their nodes give them beside a prompt
         raise InvalidInput(f"{type(model).__name__}: {reason_of(error)}") from error
     given["transformer_options"] = {"optimized_attention_override": in_one_kernel}
-    sigmas = torch.ones(batch * num_conds, device="meta")
+    sigmas = torch.ones(batch, device="meta")
     return CoreCall(model=model, method="apply_model", args=(latents, sigmas), kwargs=given)
 
 

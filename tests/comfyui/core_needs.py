@@ -62,7 +62,7 @@ def sampling(file: str) -> None:
         with_reference = {name: [found] for name, found in shapes.items()}
         expected = int(loaded.memory_required(shape, cond_shapes=with_reference))
         add(file, "reference", expected, told.num_bytes(shape, references=[reference]))
-    call = step_call(told, told.latent_shape(64, 96), usual_prompt(told), num_conds=2)
+    call = step_call(told, told.latent_shape(64, 96, 1, 2), usual_prompt(told))
     compare_flops(file, call, loaded)
 
 

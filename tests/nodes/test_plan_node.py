@@ -167,6 +167,17 @@ def test_a_workflow_that_cannot_run_so_gets_a_line_for_each_reason(tmp_path: Pat
     assert "node sample (KSampler): steps: node sample (KSampler): steps -1 is less than 0" in planned.notes
 
 
+def test_the_table_of_devices_shows_budgets(models: None) -> None:
+    hardware = parse_hardware("gpu:0=64MiB,gpu:1=64MiB,host=8GiB")
+    asked = graph()
+    header = "device  room     peak     remains"
+    assert header + "\n" in plan_graph(asked, source="test", hardware=hardware).text()
+    asked["load"]["inputs"]["profile"] = "gpu:0=12MiB"
+    text = plan_graph(asked, source="test", hardware=hardware).text()
+    rows = {line.split()[0]: line.split()[-1] for line in text.splitlines() if line.startswith("gpu:")}
+    assert "weights at most" in text and rows == {"gpu:0": "12.0MiB", "gpu:1": "-"}
+
+
 def test_what_is_planned_is_what_runs(models: None) -> None:
     hardware = parse_hardware("gpu:0=24MiB@25GB/s@10TFLOPS,host=8GiB")
     planned = plan_graph(graph(), source="test", hardware=hardware)

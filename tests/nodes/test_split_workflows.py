@@ -16,7 +16,7 @@ from highwater.memory.planner.run import BlockTimes
 from highwater.memory.units import GIB
 
 comfy_api.install()
-from highwater.nodes.workflow_plans import Prediction, plan_workflow  # noqa: E402
+from highwater.nodes.workflow_plans import Prediction, WorkflowPlan, plan_workflow  # noqa: E402
 from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
 
 NUM_BLOCKS = 12
@@ -47,7 +47,7 @@ def models(tmp_path: Path) -> Iterator[None]:
     folder_paths.models_directory, folder_paths.output_directory = before
 
 
-def graph(cfg: float, placement: str, *, hooks: bool = False) -> dict[str, Any]:
+def graph(cfg: float, placement: str, *, hooks: bool = False, batch: int = 1) -> dict[str, Any]:
     """A prompt that samples from prompts that another node gives."""
     cond = {name: node("ConditioningZeroOut", conditioning=["text", 0]) for name in ("positive", "negative")}
     if hooks:
@@ -60,7 +60,7 @@ def graph(cfg: float, placement: str, *, hooks: bool = False) -> dict[str, Any]:
             "HighwaterLoadDiffusionModel", unet_name="tiny.safetensors", placement=placement, profile="auto",
             precision="as stored",
         ),
-        "latent": node("EmptyLatentImage", width=64, height=64, batch_size=1),
+        "latent": node("EmptyLatentImage", width=64, height=64, batch_size=batch),
         "sample": node(
             "KSampler", model=["model", 0], positive=["hooked" if hooks else "positive", 0], negative=["negative", 0],
             latent_image=["latent", 0], seed=1, steps=20, cfg=cfg, sampler_name="euler", scheduler="simple", denoise=1,
@@ -69,31 +69,48 @@ def graph(cfg: float, placement: str, *, hooks: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def planned(cfg: float, placement: str, **more: bool) -> tuple[list[str], float]:
-    """Return what the plan says of the model, and what it says that a step takes, of blocks of 10 ms."""
+def plan(cfg: float, placement: str, **more: Any) -> WorkflowPlan:
+    """Return the plan for blocks of 10 ms in each call."""
     times = {f"gpu:{index}": BlockTimes(blocks_s=(0.01,) * NUM_BLOCKS) for index in range(2)}
-    found = plan_workflow(
+    return plan_workflow(
         read_workflow(graph(cfg, placement, **more)),
         MACHINE,
         lambda call: Prediction(num_passes=20, activation_bytes=0, carried_bytes=1 << 10, times=times),
     )
-    (plan,) = found.plans.values()
+
+
+def planned(cfg: float, placement: str, **more: Any) -> tuple[list[str], float]:
+    """Return what the plan says of the model, and what it says that a step takes."""
+    found = plan(cfg, placement, **more)
+    (part,) = found.plans.values()
     assert found.run is not None and found.run.uses[0].pass_s is not None
-    return list(plan.components[0].reasons), found.run.uses[0].pass_s
+    return list(part.components[0].reasons), found.run.uses[0].pass_s
+
+
+def test_what_a_loader_says_again_has_the_parts_and_the_groups(models: None) -> None:
+    found = plan(3.5, "gpu:0&gpu:1@30%/4")
+    (text,) = found.placements.values()
+    assert text == "gpu:0&gpu:1@0.3/4"
+    again = plan(3.5, text)
+    shares, others = (
+        [share.blocks for share in next(iter(one.plans.values())).components[0].shares] for one in (found, again)
+    )
+    assert shares == others
 
 
 @pytest.mark.parametrize(
-    ("cfg", "hooks", "why"),
+    ("cfg", "hooks", "batch", "why"),
     [
-        (1.0, False, "a step has one conditioning: a split buys memory, not speed"),
-        (3.5, True, "conditionings have hooks that change weights"),
-        (3.5, False, ""),
+        (1.0, False, 1, "a step has one conditioning and one picture: a split buys memory, not speed"),
+        (3.5, True, 1, "conditionings have hooks that change weights"),
+        (3.5, False, 1, ""),
+        (1.0, False, 2, ""),
     ],
 )
 def test_a_plan_tells_before_the_run_what_computes_at_the_same_time(
-    models: None, cfg: float, hooks: bool, why: str
+    models: None, cfg: float, hooks: bool, batch: int, why: str
 ) -> None:
-    reasons, step_s = planned(cfg, "gpu:0&gpu:1", hooks=hooks)
+    reasons, step_s = planned(cfg, "gpu:0&gpu:1", hooks=hooks, batch=batch)
     (line,) = [reason for reason in reasons if reason.startswith("micro-batches: ")]
     if why:
         assert line == f"micro-batches: off: {why}"
