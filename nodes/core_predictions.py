@@ -15,7 +15,7 @@ from ..memory.planner.run import BlockTimes
 from ..memory.planner.tiles import TileChoice, Tiles, choose_tiles
 from .lora_headers import LoraChanges, changes_by_names, weights_by_path
 from .pipeline_predictions import times_of
-from .workflow_plans import PlannedCall, Prediction, calls_of_step, usual_passes
+from .planned_calls import PlannedCall, Prediction, calls_of_step, usual_passes
 from .workflow_reading.description import DIFFUSION, PIPELINE, TEXT, Call, LoadedModel
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from ..memory.options.marks import ALL, HOST
 from ..memory.options.placement import canonical_device
 from .lora_headers import LoraReader, changes_by_names
 from .pipeline_predictions import PipelinePredictor
-from .workflow_plans import PlannedCall, Prediction, Predictor, WorkflowPlan, plan_workflow
+from .planned_calls import PlannedCall, Prediction, Predictor
+from .workflow_plans import WorkflowPlan, plan_workflow
 from .workflow_reading import PIPELINE, read_workflow
 from .workflow_reading.model_paths import image_size
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .device_choices import accelerator_names
-from .workflow_plans import PlannedCall, Prediction, calls_of, use_of
+from .planned_calls import PlannedCall, Prediction, calls_of, use_of
 from .workflow_reading.description import PIPELINE, Call, WorkflowUse
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from highwater.memory.planner.run import BlockTimes
 from highwater.memory.units import GIB
 
 comfy_api.install()
-from highwater.nodes.workflow_plans import Prediction, WorkflowPlan, plan_workflow  # noqa: E402
+from highwater.nodes.planned_calls import Prediction  # noqa: E402
+from highwater.nodes.workflow_plans import WorkflowPlan, plan_workflow  # noqa: E402
 from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
 
 NUM_BLOCKS = 12
