@@ -129,6 +129,16 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
     default_manager().release_all()
 
 
+def refuse_widgets_options(options: argparse.Namespace) -> None:
+    """Refuse options that say what widgets of workflows say themselves. Raises `InvalidInput`."""
+    from ..memory.errors import InvalidInput
+    from ..memory.options.placement import AUTO
+
+    for name, default in (("profile", AUTO), ("placement", AUTO), ("precision", None)):
+        if getattr(options, name) != default:
+            raise InvalidInput(f"--{name} is for model files: a workflow's loaders have a widget {name} each")
+
+
 def run_plan(options: argparse.Namespace) -> int:
     from ..nodes.graph_plans import machine_for
     from ..nodes.plan_table import plan_text
@@ -137,6 +147,8 @@ def run_plan(options: argparse.Namespace) -> int:
 
     hardware, marks = described(options), asked_marks(options)
     files = [path for path in options.paths if path.suffix != ".json"]
+    if not files:
+        refuse_widgets_options(options)
     if options.picture is not None:
         refuse_picture(options.picture, num_plans=len(options.paths) - len(files) + bool(files))
     found: dict[str, tuple[dict[str, Any], str]] = {}

@@ -43,7 +43,10 @@ def plan_text(
         blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run, machine, rated)}")
     rows = [DEVICES, *device_rows(parts, run, machine)]
     limits = budget_column(plans, machine)
-    blocks.append(table([(*row, *limits[index : index + 1]) for index, row in enumerate(rows)]))
+    peaks = table([(*row, *limits[index : index + 1]) for index, row in enumerate(rows)])
+    if run is not None and any(use.use.activation_bytes is None for use in run.uses):
+        peaks += "\nactivations that are unknown are in no peak"
+    blocks.append(peaks)
     why = [f"{part.component}: {reason}" for part in parts for reason in (*sums(part), *part.reasons)]
     why += [reason for plan in plans.values() for reason in plan.reasons[:1]]  # the other one is the text to paste
     why += run.turns if run is not None else []

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkflowPlan", "plan_workflow"]
 
+# The precisions to which ComfyUI's own loader casts as it loads, by its words for them.
+CORES_CASTS = {"fp8_e4m3fn": "fp8 plain", "fp8_e4m3fn_fast": "fp8 plain", "fp8_e5m2": "e5m2 plain"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkflowPlan:
@@ -122,7 +125,8 @@ def plan_workflow(
         parts = tuple(replace(part, name=names[part.name]) for part in parts)
         notes += [f"{model.node.label}: {line}" for line in model.unknown]
         asked.append(replace(request, components=renamed(request.components, names), placement=placed(request, names)))
-        labels.append(model.node.label + (f", {model.part}" if model.part else ""))
+        # Where there is a Manage node, that has the widgets.
+        labels.append((model.managed_by or model.node).label + (f", {model.part}" if model.part else ""))
         loaded[number] = parts, files.paths
     if not asked:
         why = "; ".join(notes) or "no loader gives an output anything"
@@ -278,9 +282,10 @@ def request_of(
     if missing:
         notes.append(f"{model.node.label}: profile {text}: there is no {' or '.join(missing)}, so that is left out")
         profile = profile.without(lambda item: item.target in missing)
-    precision = read_precisions(BY_PROFILE if asked.precision is None else asked.precision, names)
+    cast = CORES_CASTS.get(asked.weight_dtype or "") if not model.is_ours else None
+    precision = read_precisions(cast or (BY_PROFILE if asked.precision is None else asked.precision), names)
     return PlanRequest(
-        components=tuple(replace(part, stays_as_stored=not model.is_ours) for part in parts),
+        components=tuple(replace(part, stays_as_stored=not model.is_ours and cast is None) for part in parts),
         machine=machine,
         profile=profile,
         placement=placement_of(model, here, names, home, notes),

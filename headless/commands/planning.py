@@ -51,7 +51,9 @@ def refuse_picture(path: Path, *, num_plans: int) -> None:
     if num_plans > 1:
         raise InvalidInput(f"--picture {path}: draws one plan; name one workflow, or files alone")
     if path.suffix.lower() != PNG:
-        raise InvalidInput(f"--picture {path}: ends in {path.suffix or 'nothing'}; allowed: {PNG}")
+        raise InvalidInput(
+            f"--picture {path}: {f'ends in {path.suffix}' if path.suffix else 'has no ending'}; allowed: {PNG}"
+        )
     refuse_existing(path, replaces=True)
 
 

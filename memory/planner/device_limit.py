@@ -34,6 +34,8 @@ def find_limit(
     if budget is None:
         return available, f"{format_bytes(available)} available on {capacity.name}", []
     limit = min(limit_by(budget, capacity), available)
+    if limit == available and (budget.most(capacity.total_bytes) or available + 1) > available:
+        return available, f"{format_bytes(available)} available on {capacity.name}", []
     needed = min(align_up(overlapping_bytes, MIB), whole_bytes, available)
     if not budget.from_profile or limit >= needed:
         return limit, f"budget {budget}", []

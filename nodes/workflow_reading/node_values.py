@@ -193,8 +193,9 @@ class NodeReading:
         return None if number is None or number < 0 else int(number)
 
     def text(self, name: str) -> str | None:
+        """Return a widget's text; a host makes one of a number that a program wrote in its place."""
         value = self.value(name)
-        return value if isinstance(value, str) else None
+        return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
     def size(self, *, length: str | None = None, step: int = 8, batch: str = "batch_size") -> Picture:
         """Return latents of the size that the node's own widgets give, in whole cells of ``step`` pixels."""
@@ -248,7 +249,9 @@ class NodeReading:
             if isinstance(name, str) and name not in ("", "none"):
                 files.append(name)
             elif not isinstance(name, str) and (self.is_linked(widget) or widget == widgets[0]):
-                unknown.append(f"file: {self.name.label}: {widget} {self.why_unread(widget)}")
+                is_given = widget in self.inputs and not self.is_linked(widget)
+                why = "is no file name" if is_given else self.why_unread(widget)
+                unknown.append(f"file: {self.name.label}: {widget} {why}")
         model = LoadedModel(
             node=self.name,
             kind=kind,

@@ -109,7 +109,7 @@ def test_a_picture_is_of_plans_of_files_too(model_file: Path, tmp_path: Path, ca
     ("name", "said"),
     [
         ("plan.jpg", "ends in .jpg; allowed: .png"),
-        ("plan", "ends in nothing; allowed: .png"),
+        ("plan", "has no ending; allowed: .png"),
         ("missing/plan.png", "missing: no such folder"),
         ("folder.png", "is a folder"),
     ],
@@ -427,6 +427,12 @@ def test_bad_hardware_is_located(text: str, column: int, words: str) -> None:
         parse_hardware(text)
     assert f"column {column}:" in str(error.value)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("option", [["--profile", "4"], ["--placement", "gpu:0"], ["--precision", "as stored"]])
+def test_options_for_files_are_refused_for_workflows(capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
+    assert main(["plan", "workflow.json", *option]) == 2
+    assert f"{option[0]} is for model files" in capsys.readouterr().err
 
 
 @given(
