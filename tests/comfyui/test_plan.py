@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, images
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, images, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 
 
@@ -57,3 +57,15 @@ def test_a_machine_that_is_not_here_is_planned_for(gpu_host: HostProcess) -> Non
     assert re.search(r"^gpu:0 +5\.\d+GiB ", text, re.MULTILINE), text
     assert re.search(r"2 steps at 64x64 +2 +\d+(\.\d+)? m?s ", text), text  # from traces of core's own classes
     assert re.search(r"^a run takes \d", text, re.MULTILINE), text
+
+
+def test_a_guided_step_is_predicted_to_take_two_calls(gpu_host: HostProcess) -> None:
+    found = []
+    for cfg in (1.0, 3.0):
+        graph = Graph()
+        graph.keep(sample_flux(graph, Loaders().diffusion_model(graph), cfg=cfg, size=256))
+        text = planned(gpu_host, graph, devices="gpu:0=6GiB@25GB/s@0.1TFLOPS,host=16GiB")
+        each = re.search(r"2 steps at 256x256 +2 +(\d+(?:\.\d+)?) (m?s) ", text)
+        assert each is not None, text
+        found.append(float(each[1]) * {"s": 1.0, "ms": 1e-3}[each[2]])
+    assert found[1] == pytest.approx(2 * found[0], rel=0.05)
