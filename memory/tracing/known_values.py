@@ -36,7 +36,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 def give_values(meta: Tensor, tensor: Tensor) -> Tensor:
-    """Let a tensor of the meta device have the values of a small plain one in RAM, or what is known of another's."""
+    """Note the values of a tensor for its twin on the meta device: of a small plain one in RAM, or what is known."""
     if tensor.is_meta:
         setattr(meta, KEY, getattr(tensor, KEY, None))
     elif type(tensor) is Tensor and tensor.device.type == "cpu" and is_small(tensor):

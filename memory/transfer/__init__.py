@@ -31,7 +31,7 @@ __all__, __getattr__ = lazy_names(
         "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in", "state_links"],
         "slabs": ["Form", "SlabLayout", "allocate_device"],
         "timing": ["PassTimes", "Stopwatch"],
-        "copy_stream": ["CopyStream"],
+        "copy_stream": ["CopyStream", "LastUse"],
         "hop_streams": ["send_beside"],
         "micro_streams": ["MicroStreams"],
         "host_heap": ["describe_return", "give_back_heap", "has_trim"],

@@ -16,13 +16,18 @@ device-wide synchronize:
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 from .devices import Device
 from .slabs import allocate_device
 from .timing import TELLING_BYTES, CopySpeeds, WaitTimes
 
-__all__ = ["CopyStream"]
+__all__ = ["CopyStream", "LastUse"]
+
+LastUse: TypeAlias = tuple[torch.Stream, torch.Event]
+"""Which stream used memory last, and the end of that use."""
 
 
 class CopyStream:
@@ -113,7 +118,7 @@ class CopyStream:
         """Record an event on the compute stream behind the last use of the memory."""
         free.record(stream)
 
-    def mark_use(self) -> tuple[torch.Stream, torch.Event]:
+    def mark_use(self) -> LastUse:
         """Record an event on the compute stream behind the last use of memory there; returns both."""
         stream, end = self.compute_stream, self.event()
         end.record(stream)

@@ -30,7 +30,7 @@ def send_beside(held: torch.Tensor, target: torch.device, into: torch.Tensor | N
     """Return a copy on another accelerator, or ``into``, filled; the source device computes on meanwhile.
 
     Args:
-        held: a copy on the device, to which nobody writes; it may be freed at once.
+        held: a copy on the device that is never written to; the caller may free it at once.
     """
     compute = torch.accelerator.current_stream(held.device.index)
     beside = hop_stream(compute)

@@ -17,7 +17,7 @@ from .strangers import PATCHES
 
 __all__ = ["parts_of", "why_not_halved"]
 
-# Of these a tensor is one for all pictures, or has a row for each; of others nobody knows.
+# The tensor of such a value is one for all pictures, or has a row for each. Of other classes that is not known.
 WITH_ROWS = (CONDRegular, CONDNoiseShape, CONDCrossAttn)
 
 

@@ -162,7 +162,7 @@ class NodeReading:
         return joined
 
     def picture(self, name: str) -> Picture:
-        """Return the images or latents of an input, of unknown size where nobody tells."""
+        """Return the images or latents of an input; their size may be unknown."""
         value, is_latent = self.value(name), name.startswith(LATENT_INPUTS)
         if isinstance(value, Picture):
             return value

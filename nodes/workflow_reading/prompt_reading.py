@@ -227,7 +227,7 @@ OUTPUTS = frozenset(
 def ends_of(prompt: Mapping[str, Any]) -> list[str]:
     """Return the nodes for which a prompt is run: those that nothing is linked to, and that may be output nodes.
 
-    A loader, or a sampler, whose result nobody takes does not run.
+    A loader or a sampler without a link from its outputs does not run.
     """
     inputs = [node.get("inputs") for node in prompt.values() if isinstance(node, Mapping)]
     linked = {

@@ -63,7 +63,7 @@ def make_video(video: VideoNode, node: NodeReading) -> Sequence[Any]:
 
 
 def num_images(name: str, node: NodeReading) -> int:
-    """Return how many images an input has; where nobody tells, one, and of a video more than any has."""
+    """Return how many images an input has. If that is unknown: 1 for an image, more than any has for a video."""
     size = node.picture(name).size
     if size is not None:
         return max(1, size.batch * size.frames)

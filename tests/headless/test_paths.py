@@ -17,7 +17,7 @@ def test_paths_are_short_and_texts_are_read_once() -> None:
     assert done.returncode == 0, done.stderr
     forward, eviction, profile = json.loads(done.stdout)
     assert 0 < forward["calls"] <= 250
-    assert forward["files"] <= 29
+    assert forward["files"] <= 28
     assert eviction["calls by file"]["memory/manager/eviction.py"]
     assert profile["parsed"] == 1
     assert profile["by"][0].startswith("nodes/") and profile["by"][-1] == "memory/planner/planning.py"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ...transfer.copy_stream import CopyStream
+from ...transfer.copy_stream import CopyStream, LastUse
 
 __all__ = ["DecodeScratch"]
 
@@ -43,8 +43,8 @@ class DecodeScratch:
             self.parts = list(torch.split(memory, memory.numel() // num_parts))
         self.micro_batch: int | None = None
         """The number of the micro-batch that computes; None outside of micro-batches."""
-        self.last_uses: dict[int, tuple[torch.Stream, torch.Event]] = {}
-        """By the part, or the block, where it was used last in this step: on which stream, and the end of that use."""
+        self.last_uses: dict[int, LastUse] = {}
+        """By the part, or the block: its last use in this step."""
 
     @property
     def has_room_beside(self) -> bool:

@@ -31,7 +31,7 @@ from .device_mismatch import explain_mismatch, find_failed, likely_remedy
 from .execution_order import remember_order
 from .forward_pass import ComponentManager, Guest, NoManager, Pass, Passes
 from .hooked_modules import HookedModules
-from .micro_batches import MicroBatches, note_pass_beside, why_one_by_one
+from .micro_batches import MicroBatches, note_pass_beside, open_steps, why_one_by_one
 from .thread_stacks import is_waiting
 
 __all__ = ["Forwards"]
@@ -157,7 +157,8 @@ class Forwards:
         except BaseException:
             end_guests(guests, completed=False)
             raise
-        note_pass_beside(self.hops)
+        if open_steps:
+            note_pass_beside(self.hops)
         for other, _ in guests:
             other.begin_guest(self)
         if self.step_here is not None:

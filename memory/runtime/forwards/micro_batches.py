@@ -19,7 +19,7 @@ from ..devices.device_share import DeviceShare
 from ..tensors.nested_tensors import find_tensors
 from .device_hops import DeviceHops, version_of
 
-__all__ = ["MicroBatches", "note_pass_beside", "why_one_by_one"]
+__all__ = ["MicroBatches", "note_pass_beside", "open_steps", "why_one_by_one"]
 
 
 open_steps: dict[int, MicroBatches] = {}
@@ -77,7 +77,7 @@ class MicroBatches:
         return is_beside
 
     def note_other(self) -> None:
-        """Let the next call wait for the one that runs: another component computes in it."""
+        """The call that runs also makes another component compute: the next call waits for it."""
         self.calls_others = True
 
     def end(self, results: Any) -> None:

@@ -256,7 +256,9 @@ def test_a_split_of_blocks_that_share_weights_is_refused(toys, machine) -> None:
     with machine(8, 8) as manager:
         net = toys.build_net()
         net.singles[4].down.weight = net.doubles[0].down.weight
-        with pytest.raises(InvalidInput, match=r"cannot be split so: doubles.0.down.weight and singles.4.down.weight are one weight"):
+        with pytest.raises(
+            InvalidInput, match=r"cannot be split so: doubles.0.down.weight and singles.4.down.weight are one weight"
+        ):
             manage(net, placement="gpu:0&gpu:1", manager=manager)
         assert manager.members == {}
 
