@@ -112,3 +112,22 @@ def machine(sim) -> Callable[..., AbstractContextManager[object]]:
                 manager.ledger.check()
 
     return build
+
+
+@pytest.fixture
+def steady_seconds(sim) -> Callable[[Callable[[], object]], float]:
+    """Return what a step takes on the clock of the simulated devices, after two others."""
+
+    def seconds_of(step: Callable[[], object]) -> float:
+        for _ in range(2):
+            step()
+        begin_s = wait_for_all()
+        step()
+        return wait_for_all() - begin_s
+
+    def wait_for_all() -> float:
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
+        return float(sim.clock_s())
+
+    return seconds_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,26 +102,15 @@ def test_without_room_for_two_the_calls_are_made_one_after_the_other_and_the_pla
         clear(x, want)
 
 
-def test_devices_decode_at_the_same_time(machine, toys, sim) -> None:
+def test_devices_decode_at_the_same_time(machine, toys, steady_seconds) -> None:
     net = toys.build_net(dim=DIM, doubles=0, singles=12, dtype=torch.bfloat16)
     rates = {"flops_per_s": 1e8, "launch_s": 0, "latency_s": 0, "peer_bytes_per_s": 1e12}
     with machine(8, 8, **rates) as manager, torch.no_grad():
         x = inputs(2)
 
-        def seconds(step: Callable[[], Any]) -> float:
-            for _ in range(2):
-                step()
-            for index in range(2):
-                torch.accelerator.synchronize(index)
-            before = sim.clock_s()
-            step()
-            for index in range(2):
-                torch.accelerator.synchronize(index)
-            return sim.clock_s() - before
-
         with manage(net, placement="gpu:0&gpu:1/auto", precision="fp8 scaled", manager=manager) as managed:
-            in_turn_s = seconds(lambda: [net(each) for each in x])
-            assert in_turn_s / seconds(lambda: at_once(managed, net, x)) > 1.25
+            in_turn_s = steady_seconds(lambda: [net(each) for each in x])
+            assert in_turn_s / steady_seconds(lambda: at_once(managed, net, x)) > 1.25
         clear(x)
 
 

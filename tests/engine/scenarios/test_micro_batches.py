@@ -76,28 +76,19 @@ def test_results_are_those_of_one_after_the_other(
         clear(x, got, want)
 
 
-def test_devices_compute_at_the_same_time(machine, toys, sim) -> None:
+def test_devices_compute_at_the_same_time(machine, toys, steady_seconds) -> None:
     net = toys.build_net(dim=DIM, doubles=0, singles=12)
     with machine(8, 8, flops_per_s=1e8, launch_s=0, latency_s=0, peer_bytes_per_s=1e12) as manager, torch.no_grad():
         x = inputs(2)
 
-        def seconds(step: Callable[[], Any]) -> float:
-            for _ in range(2):
-                step()
-            for index in range(2):
-                torch.accelerator.synchronize(index)
-            before = sim.clock_s()
-            step()
-            for index in range(2):
-                torch.accelerator.synchronize(index)
-            return sim.clock_s() - before
-
         with manage(net, placement="gpu:0&gpu:1/auto", manager=manager) as managed:
-            in_turn_s = seconds(lambda: [net(each) for each in x])
-            assert in_turn_s / seconds(lambda: at_once(managed, net, x)) > 1.4
+            in_turn_s = steady_seconds(lambda: [net(each) for each in x])
+            assert in_turn_s / steady_seconds(lambda: at_once(managed, net, x)) > 1.4
         with manage(net, placement="gpu:0", manager=manager) as managed:
-            in_turn_s = seconds(lambda: [net(each) for each in x])
-            assert in_turn_s == pytest.approx(seconds(lambda: at_once(managed, net, x))), "one device gains nothing"
+            in_turn_s = steady_seconds(lambda: [net(each) for each in x])
+            assert in_turn_s == pytest.approx(steady_seconds(lambda: at_once(managed, net, x))), (
+                "one device gains nothing"
+            )
         clear(x)
 
 
