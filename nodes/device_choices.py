@@ -40,7 +40,7 @@ __all__ = [
     "watermark_choices",
 ]
 
-DEFAULT = "default"  # the host's word for "you choose"; the engine's is auto
+DEFAULT = "default"  # the host chooses, as for its own loaders; AUTO: the plan of the whole workflow does
 ALL = "*"
 CHECKPOINT_KINDS = ("diffusion", "text", "vae")
 HOST = "host"  # the RAM
@@ -125,6 +125,8 @@ def fit_profile(profile: OffloadProfile, text: str) -> tuple[OffloadProfile, lis
 def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
     """Return the placement of one model in the engine's form, and what the node has to say about it.
 
+    Of ``default`` and ``auto`` alike it is that nothing is placed: what ``auto`` chooses, `auto_placements` tells.
+
     Raises:
         InvalidInput: it is no placement on any machine; names the column.
     """
@@ -176,19 +178,21 @@ def read_placement(placement: str, choices: Callable[[], Choices]) -> tuple[Plac
 
 
 def is_of_one(placement: Placement) -> bool:
-    """Whether a placement is that of one model: one device, two that share it, or one and another that stores."""
-    item = placement.items[0]
+    """Whether a placement is that of one model: one device, several that share it, or one and another that stores."""
+    (item, *others) = placement.items
     devices = [share.device for share in item.devices]
-    stores = item.tier is not None and item.tier not in (*devices, CPU) and names_device(item.tier)
-    named = ":".join([*devices, item.tier or ""]) if stores and len(devices) == 1 else "&".join(devices)
-    return str(placement) in (AUTO, named) and len(devices) <= 2
+    if others or item.component != ALL or item.forbids_ram or not (devices or item.tier is None):
+        return False
+    if item.tier is None:
+        return True
+    return len(devices) == 1 and item.tier not in (*devices, CPU) and names_device(item.tier)
 
 
 def refuse_placement(placement: str, choices: Choices) -> NoReturn:
     from ..memory.errors import InvalidInput
 
-    allowed = ", ".join(choices)
-    raise InvalidInput(f"placement {placement!r} is not one device or two joined by & or :; allowed: {allowed}")
+    what = "one device, several joined by & (a split), or two joined by : (the second stores)"
+    raise InvalidInput(f"placement {placement!r} is not {what}; allowed: {', '.join(choices)}")
 
 
 def fit_placement(placement: Placement, text: str) -> tuple[Placement, list[str]]:
@@ -214,7 +218,7 @@ class PartPlacements(Choices):
 
 
 def placement_choices() -> Choices:
-    """Return the host's ``default``, every device, and pairs of GPUs in both orders, joined by ``&`` and by ``:``.
+    """Return who may choose, every device, and pairs of GPUs in both orders, joined by ``&`` and by ``:``.
 
     The first of a pair computes the ends (``&``), or everything (``:``).
     """
@@ -230,7 +234,7 @@ def part_placement_choices() -> Choices:
 def placements_of_one() -> list[str]:
     names = device_names()
     gpus = [name for name in names if name != "cpu"]
-    return [DEFAULT, *names, *(sign.join(pair) for sign in "&:" for pair in permutations(gpus, 2))]
+    return [DEFAULT, AUTO, *names, *(sign.join(pair) for sign in "&:" for pair in permutations(gpus, 2))]
 
 
 # -- what a watermark is for

@@ -30,6 +30,7 @@ from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .applied_loras import ChangedComponent, apply_loras
 from .device_choices import DEFAULT, missing_devices
 from .lora_headers import LoraReader, changes_by_names
+from .open_placements import ChosenPlacement, chosen_of, leaves_open, widget_text
 from .plan_table import in_a_row, plan_text
 from .planned_calls import Predictor, calls_in, use_of
 from .plans import describe_files, describe_part, describe_pipeline, describer_of, read_precisions
@@ -55,7 +56,9 @@ class WorkflowPlan:
     run: RunPlan | None
     machine: Machine
     placements: Mapping[str, str] = field(default_factory=dict)
-    """By loader, the text that its widget takes."""
+    """By loader, the text that its widget takes; of a checkpoint's parts an item each."""
+    chosen: Mapping[str, ChosenPlacement] = field(default_factory=dict)
+    """What was chosen for the loaders of ComfyUI's models that say ``auto``, by the ids of their nodes."""
     notes: tuple[str, ...] = ()
     """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
     rated: frozenset[str] = frozenset()
@@ -145,11 +148,16 @@ def plan_workflow(
     by_label = {label: told_of(plan, changed) for label, plan in zip(labels, plans, strict=True)}
     models = [described.models[number] for number in loaded]
     placements = {
-        label: plan.placement.replace(f" ({model.node.id})", "") if model.kind == PIPELINE else widget_text(plan)
+        label: plan.placement.replace(f" ({model.node.id})", "") if model.kind == PIPELINE else widget_text(plan, model)
         for (label, plan), model in zip(by_label.items(), models, strict=True)
     }
     return WorkflowPlan(
-        plans=by_label, run=run, machine=machine, placements=placements, notes=tuple(dict.fromkeys(notes))
+        plans=by_label,
+        run=run,
+        machine=machine,
+        placements=placements,
+        chosen=chosen_of(models, plans),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -227,12 +235,6 @@ def told_of(plan: Plan, changed: Mapping[str, ChangedComponent]) -> Plan:
     )
 
 
-def widget_text(plan: Plan) -> str:
-    """Return a placement as the loaders of ComfyUI's models take it: of the places to rest only another GPU."""
-    (part,) = plan.components
-    return str(replace(part.placement, component="*", tier=part.store or None, forbids_ram=False))
-
-
 def describe_model(model: LoadedModel, paths: Sequence[Path]) -> tuple[Component, ...]:
     """Return the components of a loaded model, from its files. Raises `InvalidInput` where these cannot be read."""
     if model.kind == PIPELINE:
@@ -298,6 +300,8 @@ def placement_of(
 ) -> Placement:
     """Return where a loader's components are to be, as its node would read it on a machine with these devices."""
     text = model.asked.placement or model.asked.device or DEFAULT
+    if leaves_open(model):
+        return AUTO_PLACEMENT
     chosen = home if model.kind != PIPELINE and home in here else None
     default = AUTO_PLACEMENT if chosen is None else parse_placement(chosen, devices=here, components=names)
     if text in (DEFAULT, AUTO):

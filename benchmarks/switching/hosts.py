@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from highwater.memory.units import MIB
-from highwater.nodes.comfy_models.tiny_models import clip_l
+from highwater.nodes.tiny_models import clip_l
 from highwater.tests.comfyui.graphs import CORE, Graph, Link, Loaders, new_run
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.model_files import flux, write_random

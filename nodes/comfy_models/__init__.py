@@ -17,7 +17,6 @@ __all__, __getattr__ = lazy_names(
             "HighwaterLoadVAE",
         ],
         "quantize": ["HighwaterQuantizeFile"],
-        "tiny_models": ["make_tiny_model"],
         "verify": ["HighwaterVerify"],
     },
 )

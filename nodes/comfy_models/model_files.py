@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from .tiny_models import make_tiny_model, tiny_models
+from ..tiny_models import make_tiny_model, tiny_models
 
 __all__ = [
     "KINDS",

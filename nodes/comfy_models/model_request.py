@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
 from ...memory.options.precision import DEFAULT_PRECISION
+from ..auto_placements import choose_placement
 from ..default_profile import chosen_profile, profile_fingerprint
 from ..device_choices import (
     DEFAULT,
@@ -49,9 +50,10 @@ def request_inputs(*, optional: bool = False, is_several: bool = False) -> list[
             options=part_placement_choices() if is_several else placement_choices(),
             default=DEFAULT,
             tooltip=(
-                "Where the model computes. default: ComfyUI chooses. gpu:0&gpu:1: splits its blocks over two devices. "
-                "gpu:0:gpu:1: computes on the first; what does not fit streams from free memory of the second. "
-                "If this machine lacks the device, default is used, and the node says so."
+                "Where the model computes. default: ComfyUI chooses. auto: Highwater does, from the plan of the whole "
+                "workflow: the GPUs with which the run takes least time. gpu:0&gpu:1: splits its blocks over two "
+                "devices. gpu:0:gpu:1: computes on the first; what does not fit streams from free memory of the "
+                "second. If this machine lacks the device, default is used, and the node says so."
                 + (" text=gpu:1: that part there, the others where ComfyUI chooses." if is_several else "")
             ),
         ),
@@ -77,7 +79,7 @@ def model_schema(
 ) -> io.Schema:
     """Return the schema of a node for a model: inputs of its own, then those of `request_inputs`."""
     more = request_inputs(optional=optional_request, is_several=is_several)
-    return make_schema(inputs=[*inputs, *more], hidden=[io.Hidden.unique_id], **fields)
+    return make_schema(inputs=[*inputs, *more], hidden=[io.Hidden.unique_id, io.Hidden.prompt], **fields)
 
 
 class ModelNode(io.ComfyNode):
@@ -90,6 +92,8 @@ class ModelNode(io.ComfyNode):
     """The host's folder of the files that it loads."""
     FILES: tuple[str, ...] = ()
     """The inputs that name these files."""
+    FOLLOWS_MODEL = False
+    """Whether what it loads computes where the model does that it guides, if its widget does not say otherwise."""
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> str:
@@ -117,7 +121,7 @@ def check_texts(*, profile: str | None = None, precision: str | None = None) -> 
 
 
 def read_request(
-    node: type[io.ComfyNode],
+    node: type[ModelNode],
     *,
     is_several: bool = False,
     profile: str = AUTO,
@@ -143,6 +147,9 @@ def read_request(
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
     asked, notes = fit_profile(*chosen_profile(profile))
+    if placement == AUTO and engine != "dynamic" and not node.FOLLOWS_MODEL:
+        placement, chosen_notes = choose_placement(node.hidden.prompt, node.hidden.unique_id)
+        notes = [*notes, *chosen_notes]
     resolved, more_notes = (resolve_part_placement if is_several else resolve_placement)(placement)
     if watermark is not None:
         more_notes = [*more_notes, *watermark.apply()]
@@ -157,7 +164,7 @@ def read_request(
 
 
 def answer_with(
-    node: type[io.ComfyNode], make: Callable[[Request], Any], asked: Mapping[str, Any], more_notes: Sequence[str] = ()
+    node: type[ModelNode], make: Callable[[Request], Any], asked: Mapping[str, Any], more_notes: Sequence[str] = ()
 ) -> io.NodeOutput:
     """Return the model that a node makes of what its inputs ask for. Raises as `read_request`."""
     request, notes = read_request(node, **asked)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from ..device_choices import accelerator_names
+from ..tiny_models import tiny_model_notes, tiny_models
 from .model_files import KINDS, check_text_encoders, model_choices, model_path, named_as
 from .model_request import ModelNode, answer, answer_with, check_texts, model_schema, read_request
-from .tiny_models import tiny_model_notes, tiny_models
 
 if TYPE_CHECKING:
     from ..host import Request
@@ -232,6 +232,7 @@ class HighwaterLoadCheckpoint(ModelNode):
 
 class HighwaterLoadControlNet(ModelNode):
     FOLDER, FILES = "controlnet", ("control_net_name",)
+    FOLLOWS_MODEL = True
 
     @classmethod
     def define_schema(cls) -> io.Schema:

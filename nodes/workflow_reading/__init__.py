@@ -8,6 +8,7 @@ __all__, __getattr__ = lazy_names(
         "description": [
             "AppliedLora",
             "Asked",
+            "CONTROL",
             "Call",
             "LoadedModel",
             "DIFFUSION",

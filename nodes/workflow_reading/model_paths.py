@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...memory.errors import InvalidInput, quoted
-from ..comfy_models import make_tiny_model
 from ..pipelines import ready_pipeline
+from ..tiny_models import make_tiny_model
 from .description import PIPELINE, AppliedLora, LoadedModel
 
 __all__ = ["FoundFiles", "find_files", "find_loras", "image_size"]

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from highwater.memory.user_folders import cache_folder
-from highwater.nodes.comfy_models import tiny_models
-from highwater.nodes.comfy_models.tiny_models import (
+from highwater.nodes import tiny_models
+from highwater.nodes.tiny_models import (
     Shapes,
     clip_l,
     clip_layers,

@@ -54,7 +54,7 @@ ROOMS = [
 HOST = PACK / "nodes/host"
 # A room imports only rooms before it, of the same folder; single files stand between the rooms where they fit.
 OUTER_ROOMS = {
-    "nodes": ["forecast", "host", "comfy_models", "pipelines", "workflow_reading"],
+    "nodes": ["forecast", "host", "pipelines", "workflow_reading", "comfy_models"],
     "headless": ["simdevice", "comfy_stub", "runner", "commands", "server"],
 }
 PACK_FILES = sorted(path for area in ("memory", "nodes", "headless") for path in (PACK / area).rglob("*.py"))

@@ -14,8 +14,8 @@ from highwater.headless.server.page_files import FIRST_TEMPLATE, TEMPLATES, WEB
 from highwater.tests.web.help_graphs import HELP_GRAPHS
 
 install()
-from highwater.nodes.comfy_models.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
+from highwater.nodes.tiny_models import tiny_models  # noqa: E402
 
 LARGEST_PICTURE = 50_000  # bytes, of a help page
 INFO = object_info([*NODE_CLASSES, *MODEL_NODES])

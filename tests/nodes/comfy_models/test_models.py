@@ -27,9 +27,9 @@ comfy_api.install()
 from highwater.nodes import device_choices, widget_values  # noqa: E402
 from highwater.nodes.comfy_models import model_files  # noqa: E402
 from highwater.nodes.comfy_models.quantize import HighwaterQuantizeFile  # noqa: E402
-from highwater.nodes.comfy_models.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
+from highwater.nodes.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.watermark import DeviceWatermark  # noqa: E402
 
 # Those that load or manage a model; those that verify and quantize ask for none of what these ask for.
@@ -50,6 +50,7 @@ LOADERS = {
 SECOND_FOLDERS = {"text_encoders": "clip", "diffusion_models": "unet", "controlnet": "t2i_adapter"}
 MANAGERS = {"ManageModel": "model", "ManageCLIP": "clip", "ManageVAE": "vae"}
 TOKENS = "text_model.embeddings.token_embedding.weight"
+NOT_OF_ONE = "is not one device, several joined by & (a split), or two joined by : (the second stores)"
 REQUEST = {"profile": "6GiB", "precision": "fp8 scaled", "placement": "default"}
 
 
@@ -328,11 +329,14 @@ def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
         ("gpu:1&gpu:0", "gpu:1&gpu:0", ""),
         (" gpu:0 & gpu:1 ", "gpu:0&gpu:1", ""),
         ("gpu:0:gpu:1", "gpu:0:gpu:1", ""),
+        ("gpu:0&gpu:1@30%", "gpu:0&gpu:1@0.3", ""),
+        ("gpu:0&gpu:1@0.3/4", "gpu:0&gpu:1@0.3/4", ""),
+        ("gpu:0&gpu:1&gpu:2", "auto", "this machine has no gpu:2, so default is used"),
         ("gpu:0:gpu:3", "auto", "this machine has no gpu:3, so default is used"),
         (
             "gpu:2",
             "auto",
-            "this machine has no gpu:2, so default is used; allowed: default, cpu, gpu:0, gpu:1, gpu:0&gp",
+            "this machine has no gpu:2, so default is used; allowed: default, auto, cpu, gpu:0, gpu:1, gpu:0&gp",
         ),
         ("gpu:0&gpu:9", "auto", "this machine has no gpu:9, so default is used"),
         ("xpu:3&xpu:4", "auto", "this machine has no gpu:3 or gpu:4"),
@@ -358,14 +362,14 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
         ("gpu:0&", "column 7: a device is missing"),
         ("gpu:0&cpu", "'cpu' cannot share a split"),
         ("gpu:0&gpu:0", "'gpu:0' is named twice"),
-        ("gpu:0&gpu:1@30%", "is not one device or two joined by & or :; allowed: default, cpu, gpu:0"),
-        ("gpu:0&gpu:1&gpu:2", "is not one device or two joined by &"),
-        ("diffusion=gpu:0", "is not one device or two joined by &"),
-        ("gpu:0:gpu:0", "is not one device or two joined by & or :"),
-        ("gpu:0:cpu", "is not one device or two joined by & or :"),
-        ("gpu:0&gpu:1:gpu:1", "is not one device or two joined by & or :"),
-        ("gpu:0:disk", "is not one device or two joined by &"),
-        ("gpu:0,vae=cpu", "is not one device or two joined by &"),
+        ("diffusion=gpu:0", f"{NOT_OF_ONE}; allowed: default, auto, cpu, gpu:0"),
+        ("gpu:0:gpu:0", NOT_OF_ONE),
+        ("gpu:0:cpu", NOT_OF_ONE),
+        ("gpu:0&gpu:1:gpu:1", NOT_OF_ONE),
+        ("gpu:0&gpu:1/4:disk", NOT_OF_ONE),
+        ("gpu:0:disk", NOT_OF_ONE),
+        ("auto:disk", NOT_OF_ONE),
+        ("gpu:0,vae=cpu", NOT_OF_ONE),
         ("", "a device is missing"),
         (3, "placement 3 is not text"),
         ({"device": "cpu"}, "is not text"),
@@ -451,8 +455,9 @@ def test_a_profile_of_a_larger_machine_is_followed_as_far_as_it_goes(
     assert len(told) == len(said) and all(word in line for word, line in zip(said, told, strict=True))
 
 
-def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
-    expected = ["default", "cpu", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:1&gpu:0", "gpu:0:gpu:1", "gpu:1:gpu:0"]
+def test_placements_are_who_chooses_and_every_pair(two_gpus: None) -> None:
+    pairs = ["gpu:0&gpu:1", "gpu:1&gpu:0", "gpu:0:gpu:1", "gpu:1:gpu:0"]
+    expected = ["default", "auto", "cpu", "gpu:0", "gpu:1", *pairs]
     assert device_choices.placement_choices() == expected
     for name in NODES:
         options = inputs_of(name)["placement"].options
@@ -485,8 +490,8 @@ def test_the_parts_of_a_checkpoint_have_placements_of_their_own(
     ("placement", "words"),
     [
         ("text=gpu:1@", "column"),
-        ("text=gpu:1:disk", "is not one device or two joined by & or :; allowed: default, cpu, gpu:0"),
-        ("vae=cpu,text=gpu:0&gpu:1@30%", "is not one device or two"),
+        ("text=gpu:1:disk", f"{NOT_OF_ONE}; allowed: default, auto, cpu, gpu:0"),
+        ("vae=cpu,text=gpu:0&gpu:1@", "column"),
         ("control=gpu:1", "a checkpoint has no part 'control'; allowed: diffusion, text, vae"),
         ("text=gpu:1,te=gpu:0", "'text' is placed twice"),
         (7, "is not text; allowed: default"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..file_names import naming_path
+from .file_names import naming_path
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def make_tiny_model(folder: str, name: str) -> None:
     """
     import folder_paths
 
-    from ...memory.errors import InvalidInput
+    from ..memory.errors import InvalidInput
 
     recipe = RECIPES.get(folder, {}).get(name)
     if recipe is None or folder_paths.get_full_path(folder, name) is not None:

@@ -14,7 +14,8 @@ from highwater.headless.comfy_stub import comfy_api, folder_paths
 from highwater.memory.errors import InvalidInput
 
 comfy_api.install()
-from highwater.nodes.comfy_models import model_files, tiny_models  # noqa: E402
+from highwater.nodes import tiny_models  # noqa: E402
+from highwater.nodes.comfy_models import model_files  # noqa: E402
 
 ALL = [(folder, name) for folder in model_files.KINDS for name in tiny_models.tiny_models(folder)]
 VAE = "highwater-tiny-vae.safetensors"
