@@ -104,3 +104,19 @@ def test_a_checkpoint_has_each_part_placed(crowded: HostProcess) -> None:
     assert note.startswith(
         "placement auto chooses diffusion=gpu:1,text=gpu:1,vae=gpu:1: diffusion: gpu:1 has the most memory"
     )
+
+
+@pytest.mark.parametrize("name", ["wide_flux.safetensors", "big_flux.safetensors"])
+def test_under_dynamic_vram_core_moves_what_is_not_split(dynamic_host: HostProcess, name: str) -> None:
+    def run(loaders: Loaders) -> PromptResult:
+        dynamic_host.forget()
+        graph = Graph()
+        graph.keep(sample_flux(graph, loaders.diffusion_model(graph, name)))
+        result = dynamic_host.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+        return result
+
+    got = run(AUTO)
+    (engine,) = {part["engine"] for part in dynamic_host.part("components") if part["engine"] != "kept"}
+    assert engine == ("blocks" if name.startswith("big") else "dynamic")
+    assert_same(got.kept(), run(CORE).kept())
