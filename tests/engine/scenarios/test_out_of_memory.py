@@ -615,3 +615,25 @@ def test_diffusion_models_and_vaes_leave_it_free_unless_the_user_says_what_is(
             free = manager.devices["gpu:0"].free_bytes()
             assert (free >= 3 * MIB) is kept
             assert free >= low
+
+
+# -- another card
+
+
+@torch.no_grad()
+def test_what_one_card_needed_is_kept_free_on_another(machine) -> None:
+    """The first run on a smaller card fits; from then on its own need counts there."""
+    widths, x = [256] * 8, torch.randn(1, 768, DIM)
+    with machine(512) as manager, manage(build(widths, 5, 8), manager=manager) as managed:
+        want = managed.members[0].managed.module(x).cpu()
+        need, whole = managed.members[0].activation_bytes["gpu:0"], manager.ledger.used("gpu:0")
+    with machine(512, (need + whole // 2) / MIB) as manager:
+        manage(build(widths, 5, 8), placement="gpu:0", manager=manager).members[0].managed.module(x)
+        module = build(widths, 5, 8)
+        with manage(module, placement="gpu:1", manager=manager) as managed:
+            assert torch.equal(module(x).cpu(), want)
+            assert not [event for event in manager.report()["events"] if event["kind"] == "error"]
+            for _ in range(2):
+                manager.begin_run("later", "later")
+                assert torch.equal(module(x).cpu(), want)
+            assert "an earlier run needed it" in managed.members[0].managed.plan.text()
