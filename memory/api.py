@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -49,7 +50,8 @@ class Managed:
     ) -> None:
         self.manager = manager
         self.members = members
-        self.plan = plan
+        self.planned = plan
+        """What was planned as it was managed, or given another profile."""
         self.pipeline = pipeline
         self.choices = choices
         self.left_to_others: set[Member] = set()
@@ -60,6 +62,21 @@ class Managed:
     @property
     def components(self) -> tuple[str, ...]:
         return tuple(member.name for member in self.members)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force: what was planned, and what replaced that since, as after an out-of-memory error.
+
+        What a run does is left out where it was reckoned for other shares.
+        """
+        parts = tuple(member.managed.plan for member in self.members)
+        before = {part.component: part.shares for part in self.planned.components}
+        is_same = all(
+            [(share.device, share.resident, share.device_bytes) for share in part.shares]
+            == [(share.device, share.resident, share.device_bytes) for share in before.get(part.component, ())]
+            for part in parts
+        )
+        return replace(self.planned, components=parts, run=self.planned.run if is_same else None)
 
     @property
     def device(self) -> torch.device:
@@ -183,7 +200,7 @@ class Managed:
             if new:
                 self.take_parts(new, choices)
             else:
-                self.plan = self.manager.replace(self.members, **choices)
+                self.planned = self.manager.replace(self.members, **choices)
         finally:
             if was_marked:
                 self.mark_execution_device()
@@ -208,7 +225,7 @@ class Managed:
             added = self.join(new, choices)
             taken = {member.name: member for member in added}
             kept = [taken.pop(member.name, member) for member in before]
-            self.plan = self.manager.replace([*kept, *taken.values()], **choices)
+            self.planned = self.manager.replace([*kept, *taken.values()], **choices)
         except BaseException:
             for member in added:
                 self.manager.remove(member)

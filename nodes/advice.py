@@ -20,8 +20,8 @@ __all__ = ["advise"]
 LEAST_SHARE = 0.05
 # Of a component that a host brings page by page so much counts as all of it.
 ALL_OF_IT = 0.98
-PROMISES = ("the next run ", "no plan leaves more: ")
-"""How the part of a failure's reason begins that says what comes of it."""
+PROMISE, NO_PLAN = "the next run ", "no plan leaves more: "
+"""How the part of a failure's reason begins that says what comes of it, and the one that says what helps instead."""
 
 Advice = tuple[Text, Text]
 """What limits a run, and what to change."""
@@ -66,11 +66,12 @@ def failures(run: LastRun) -> Iterator[Advice]:
         if event.get("kind") == "recover":
             yield say("repeated", what=what), say("repeated_change")
             return
-        promise = next((f"{start}{reason.partition(start)[2]}" for start in PROMISES if start in reason), "")
-        if promise.startswith(PROMISES[0]):
-            change = say("run_again", promise=promise)
-        elif promise:
-            change = say("what_helps", change=promise.removeprefix(PROMISES[1]))
+        _, _, helps = reason.partition(NO_PLAN)
+        _, promises, promise = reason.partition(PROMISE)
+        if helps:
+            change = say("what_helps", change=helps.partition("; ")[0])
+        elif promises:
+            change = say("run_again", promise=f"{PROMISE}{promise}")
         else:
             change = say("smaller")
         yield of_run(run, "failed", what=what), change

@@ -20,9 +20,12 @@ from ..memory.units import GIB, format_bytes, parse_bytes
 __all__ = ["DescribedDevice", "DeviceRates", "Hardware", "parse_hardware"]
 
 HOST = "host"
+AMOUNT = re.compile(r"[^\s,@/;=]+")
 SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*", re.ASCII)
 FLOPS = re.compile(r"(\d+(?:\.\d+)?)\s*([TG])FLOPS", re.ASCII | re.IGNORECASE)
 SCALES = {"T": 10**12, "G": 10**9}
+# A million times the fastest device of today.
+MOST_FLOPS = 10**21
 # A PCIe 4.0 x16 slot moves about 25 GB/s: simulated devices do, of which it is not said; plans assume nothing.
 DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
 DEFAULT_HOST_BYTES = 32 * GIB
@@ -150,11 +153,13 @@ def parse_hardware(text: str) -> Hardware:
             scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
         total = parse_amount(scanner)
         speed, flops = None, None
-        if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
+        if name == HOST and scanner.peek("@"):
+            scanner.fail("the host has a size alone; a speed is that of a device, such as gpu:0=16GiB@25GB/s")
+        if scanner.take("@") and (flops := parse_flops(scanner)) is None:
             speed = parse_amount(scanner)
             if not scanner.take("/s"):
                 scanner.fail("'/s' must follow a speed, such as 25GB/s")
-            if scanner.take("@") and (flops := parse_flops(scanner, name)) is None:
+            if scanner.take("@") and (flops := parse_flops(scanner)) is None:
                 scanner.fail("a number of TFLOPS must follow, such as 80TFLOPS")
         sizes[name] = total, speed, flops
     host_bytes, *_ = sizes.pop("host", (DEFAULT_HOST_BYTES, None, None))
@@ -188,7 +193,7 @@ def parse_name(scanner: Scanner) -> str:
     return canonical_device(f"{word}:{number[0]}")
 
 
-def parse_flops(scanner: Scanner, name: str) -> float | None:
+def parse_flops(scanner: Scanner) -> float | None:
     """Consume how fast a device computes, in operations per second; None where something else comes."""
     scanner.skip_blanks()
     begin = scanner.position
@@ -196,8 +201,8 @@ def parse_flops(scanner: Scanner, name: str) -> float | None:
     if match is None:
         return None
     flops = float(match[1]) * SCALES[match[2].upper()]
-    if name == HOST:
-        scanner.fail("the host has no TFLOPS: only devices compute", at=begin)
+    if flops > MOST_FLOPS:
+        scanner.fail(f"{match[0]!r} is too much; allowed: up to {MOST_FLOPS // 10**12}TFLOPS", at=begin)
     if not flops:
         scanner.fail(f"{match[0]!r} is zero; allowed: more than 0", at=begin)
     return flops
@@ -206,9 +211,13 @@ def parse_flops(scanner: Scanner, name: str) -> float | None:
 def parse_amount(scanner: Scanner) -> int:
     scanner.skip_blanks()
     begin = scanner.position
-    match = scanner.match(SIZE)
-    if match is None:
+    word = scanner.match(AMOUNT)
+    if word is None:
         scanner.fail("a size is missing; write a number and a unit, such as 16GiB", at=begin)
+    scanner.go_to(begin)
+    match = scanner.match(SIZE)
+    if match is None or scanner.position < word.end():
+        scanner.fail(f"{word[0]!r} is not a size; write a number and a unit, such as 16GiB", at=begin)
     try:
         amount = parse_bytes(match[0])
     except InvalidInput as error:

@@ -15,8 +15,9 @@ class LearnedNeed(TypedDict):
     """What one component needed of one device with inputs of one size, beside its weights."""
 
     component: str
-    """The first characters of a digest, as of the device."""
+    """The first characters of a digest."""
     device: str
+    """The last characters of a digest: its first ones are the same for all devices of a type."""
     size: str
     seen_bytes: int
     """The peak of completed forwards."""
@@ -50,7 +51,7 @@ def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[Ne
             "needs": [
                 {
                     "component": component[:8],
-                    "device": device[:8],
+                    "device": device[-8:],
                     "size": size_text(size),
                     "seen_bytes": need.seen_bytes,
                     "kept_bytes": None if need.is_open else need.kept().num_bytes,

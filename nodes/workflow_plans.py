@@ -99,7 +99,7 @@ def plan_workflow(
     Raises:
         InvalidInput, DoesNotFit: as `plan_together`; also if nothing of the workflow can be planned.
     """
-    notes = [f"{node.label}: not known" for node in described.unknown]
+    notes = [*described.broken, *(f"{node.label}: not known" for node in described.unknown)]
     asked: list[PlanRequest] = []
     labels: list[str] = []
     loaded: dict[int, tuple[tuple[Component, ...], tuple[Path, ...]]] = {}

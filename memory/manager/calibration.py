@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..errors import DoesNotFit, InvalidInput
-from ..options.precision import Precision
 from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.forward_pass import FailedTry, Pass
@@ -21,6 +20,7 @@ __all__ = ["learn_failed_load", "learn_failed_try", "learn_needs", "learn_times"
 
 # The part of a device, a 256th, that others have to take during a pass to count as the cause of its failure.
 NOTICEABLE = 256
+NO_PLAN = "no plan leaves more"
 
 
 def learn_times(member: Member, capacity: LiveCapacity) -> None:
@@ -195,7 +195,7 @@ def most_free(member: Member, capacity: LiveCapacity, share: DevicePlan) -> int:
 
 
 def promise(member: Member, capacity: LiveCapacity, device: str, size: Size) -> str:
-    """Return what the next run does about a failure."""
+    """Return what the next run does about a failure, and what helps where it can do nothing."""
     try:
         plan = capacity.replan(member, size=size, in_pass=True)
     except (DoesNotFit, InvalidInput) as error:
@@ -203,5 +203,33 @@ def promise(member: Member, capacity: LiveCapacity, device: str, size: Size) -> 
     share = next(share for share in plan.shares if share.device == device)
     if share.keeps_bytes:
         return f"the next run keeps {format_bytes(share.keeps_bytes)} free for {member.id}"
-    encoded = Precision.ENCODED.name
-    return f"no plan leaves more: choose a smaller size, tiles or fewer frames, {encoded!r}, or another device"
+    kept = capacity.needed(member, device, size)
+    tried = kept.futile_bytes if kept is not None else 0
+    free_before = free_at_entry(member, capacity, capacity.devices[device])
+    elsewhere = find_remedies(member, capacity, share, max(tried, free_before))
+    remedies = ["a smaller size", "tiles", "fewer frames", *elsewhere]
+    then = "it as usual"
+    if plan.tier == "device":
+        remedies.append("tier 'pinned'")
+        then = "all of it again, as tier 'device' asks for"
+    before = f"with {format_bytes(tried)} free it failed, too, and " if tried > free_before else ""
+    choose = f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
+    return f"{before}{NO_PLAN}: choose {choose}; the next run loads {then}"
+
+
+def find_remedies(member: Member, capacity: LiveCapacity, share: DevicePlan, tried_bytes: int) -> list[str]:
+    """Return on which device more would stay free beside a share's least form than what was too little.
+
+    No precision leaves more: encoded, a block takes scratch to be widened in, more than it saves.
+    """
+    managed = member.managed
+    is_first = share.device == managed.plan.shares[0].device
+    least = least_bytes(managed.component, share.blocks, managed.plan.forms, first=is_first)
+    taken = {part.device for part in managed.plan.shares}
+    room = {
+        other.name: other.available_bytes + other.kept_free_bytes - least
+        for other in capacity.machine(member, in_pass=True).accelerators
+        if other.name not in taken
+    }
+    roomiest = max(room, key=lambda name: room[name], default=None)
+    return [f"placement {roomiest}"] if roomiest is not None and room[roomiest] > tried_bytes else []

@@ -6,6 +6,10 @@ if any plan fits, that one does, and its peak then is the need. Where this peak 
 failure (the allocator's memory was in pieces, or another program held some of it for a moment), a little more than that
 is kept free, and less from run to run. A pass that failed beside the least form does not fit: keeping more free than
 the device can give would only evict others in vain, until it can give more.
+
+[Note: other devices] What tensors take does not depend on the card, only what kernels take beside them does. So where a
+device has not seen an input size, what another one of its type needed counts as a first estimate: its peak, or what was
+not enough there. What stays free after a failure does not count, as it follows from that card's size.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ __all__ = ["Key", "Need", "Needs", "digest_component", "digest_device"]
 
 
 DIGEST_LENGTH = 32
+# The first characters of a device's digest: its type, and so its allocator.
+TYPE_LENGTH = 8
 # A run that needed less takes a quarter of the difference off, and a 32nd of what was free at a failure.
 DECAY = 4
 FAILURE_DECAY = 32
@@ -32,6 +38,7 @@ FAILURE_DECAY = 32
 PATIENCE = 4
 MAX_SIZES = 256
 PREDICTED = "predicted for this size"
+ELSEWHERE = "a run on another device needed it"
 
 
 def digest_component(component: Component) -> str:
@@ -46,14 +53,20 @@ def digest_component(component: Component) -> str:
 
 
 def digest_device(device: Device) -> str:
-    """Return a digest of a device's name and size; equal cards have equal ones."""
+    """Return a digest of a device's name and size, which begins with that of its type; equal cards have equal ones."""
     name = "" if device.is_cpu else str(device.module.get_device_properties(device.torch_device).name)
-    return hashlib.sha256(f"{name} {device.total_bytes()}".encode()).hexdigest()[:DIGEST_LENGTH]
+    of_type = hashlib.sha256(device.torch_device.type.encode()).hexdigest()[:TYPE_LENGTH]
+    of_card = hashlib.sha256(f"{name} {device.total_bytes()}".encode()).hexdigest()
+    return (of_type + of_card)[:DIGEST_LENGTH]
 
 
 def is_within(size: Size, other: Size) -> bool:
     """Whether each input of a size is at most as large as the same input of the other."""
     return len(size) == len(other) and size[:2] == other[:2] and all(map(int.__le__, size[2:], other[2:]))
+
+
+def kept_bytes(kept: KeptFree) -> int:
+    return kept.num_bytes
 
 
 @dataclass(slots=True)
@@ -84,6 +97,10 @@ class Need:
             why = "the last run of this size ran out of memory"
             return KeptFree(num_bytes=EVERYTHING, why=why, futile_bytes=self.futile_bytes)
         return KeptFree(num_bytes=max(self.seen_bytes, self.guard_bytes), why="an earlier run needed it")
+
+    def estimate(self) -> int:
+        """Return what another device probably needs ([Note: other devices])."""
+        return with_slack(max(self.seen_bytes, self.failed_bytes))
 
     def fail(self, free_bytes: int, *, is_least: bool) -> None:
         """Note that a forward ran out of memory, and how much had been free beside the weights.
@@ -172,22 +189,44 @@ class Needs:
     def kept(self, key: Key, size: Size | None = None, *, fears: bool = True) -> KeptFree | None:
         """Return what to keep free for an input size, for the last one if None; None where nothing is known.
 
-        What was seen at a size counts before what was predicted of it.
+        What was seen at a size counts before what was predicted of it, and what this device showed before others.
 
         Args:
             fears: whether a failure without a completed forward since counts; else only completed ones do.
         """
+        own = self.kept_here(key, size, fears=fears)
+        if own is not None and (own.is_known or own.num_bytes == EVERYTHING):
+            return own
+        return max(filter(None, (own, self.seen_elsewhere(key, size, fears))), key=kept_bytes, default=None)
+
+    def kept_here(self, key: Key, size: Size | None, *, fears: bool) -> KeptFree | None:
+        """As `kept`, by what is known of this device."""
         sizes = self.known.get(key)
         expected = self.expected.get(key)
         predicted = None if expected is None else KeptFree(num_bytes=with_slack(expected), why=PREDICTED)
         if not sizes:
             return predicted
         if size is None and predicted is not None:
-            return max(filter(None, (self.seen(key, sizes, None, fears), predicted)), key=lambda kept: kept.num_bytes)
+            return max(filter(None, (self.seen(key, sizes, None, fears), predicted)), key=kept_bytes)
         seen = self.seen(key, sizes, size, fears)
         if predicted is None or (seen is not None and (seen.is_known or seen.num_bytes == EVERYTHING)):
             return seen
         return predicted if seen is None or seen.num_bytes < predicted.num_bytes else seen
+
+    def seen_elsewhere(self, key: Key, size: Size | None, fears: bool) -> KeptFree | None:
+        """Return what forwards on other devices of the same type showed; arguments as of `kept`."""
+        component, device = key
+        found = [
+            (other, need)
+            for (content, card), sizes in list(self.known.items())
+            if content == component and card != device and card[:TYPE_LENGTH] == device[:TYPE_LENGTH]
+            for other, need in list(sizes.items())
+            if need.estimate() and (fears or not need.is_open)
+        ]
+        if size is None and found:
+            size = self.last.get(key) or max(found, key=lambda entry: entry[1].used_s)[0]
+        amounts = [need.estimate() for other, need in found if size is not None and is_within(other, size)]
+        return KeptFree(num_bytes=max(amounts), why=ELSEWHERE, is_known=False) if amounts else None
 
     def seen(self, key: Key, sizes: Mapping[Size, Need], size: Size | None, fears: bool) -> KeptFree | None:
         """Return what forwards showed; arguments as of `kept`."""
@@ -201,7 +240,7 @@ class Needs:
         smaller = [need for other, need in sizes.items() if is_within(other, size) and (fears or not need.is_open)]
         if not smaller:
             return None
-        most = max((need.kept() for need in smaller), key=lambda kept: kept.num_bytes)
+        most = max((need.kept() for need in smaller), key=kept_bytes)
         why = most.why if most.num_bytes == EVERYTHING else "a run of a smaller size needed as much"
         return KeptFree(num_bytes=most.num_bytes, why=why, is_known=False)
 
@@ -212,7 +251,7 @@ class Needs:
             for at, other in sizes.items()
             if at != size and is_within(size, at) and not other.is_open and other.seen_bytes > need.failed_bytes
         ]
-        return min([*larger, need.kept()], key=lambda kept: kept.num_bytes)
+        return min([*larger, need.kept()], key=kept_bytes)
 
     def change(self, key: Key, size: Size) -> None:
         """Note that the need at a size is to be written to the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..options.precision import Precision
 from ..units import format_bytes
 from .live_capacity import LiveCapacity
 from .member import Member
@@ -79,7 +80,20 @@ def remedy(component: Member | SteeredComponent, capacity: LiveCapacity, device:
         return (
             f"a profile with budget {budget} for {largest} would stop that: it then streams {format_bytes(lost_bytes)}"
         )
-    return f"{device} lacks {format_bytes(lost_bytes)} for all that is used in turns: precision 'fp8 scaled' takes half"
+    lack = f"{device} lacks {format_bytes(lost_bytes)} for all that is used in turns"
+    helps = encoding_saves(capacity, device) >= lost_bytes
+    return f"{lack}: precision {Precision.ENCODED.name!r} takes half" if helps else lack
+
+
+def encoding_saves(capacity: LiveCapacity, device: str) -> int:
+    """Return by how much less the components on a device would take of it encoded; half of what its host moves."""
+    saved = sum(component.wanted_bytes().get(device, 0) // 2 for component in capacity.steered.components())
+    for member in list(capacity.members.values()):
+        managed = member.managed
+        encoded = managed.encoded_bytes if managed.plan.precision.is_as_stored else None
+        if encoded is not None and managed.plan.shares[0].device == device:
+            saved += max(0, managed.plan.total_bytes - encoded)
+    return saved
 
 
 def needed_bytes(component: Member | SteeredComponent, device: str) -> int:

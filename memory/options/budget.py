@@ -39,6 +39,8 @@ NUMBERS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "leave_share": ((int, float), lambda number: 0 < number < 1, "more than 0 and less than 1"),
 }
 SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)", re.ASCII)
+# What is no end of a size, as in 1e3GiB.
+MORE_OF_IT = re.compile(r"[\w.]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,8 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
     match = scanner.match(SIZE)
     if match is None:
         scanner.fail("a size is missing; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)
+    if rest := scanner.match_here(MORE_OF_IT):
+        scanner.fail(f"{match[0] + rest[0]!r} is not a size; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)
     minus, number, unit = match.groups()
     if unit == "%":
         share = float(Decimal(number).scaleb(-2))

@@ -155,8 +155,12 @@ class Scanner:
         return True
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Consume the pattern if it comes next."""
+        """Consume the pattern if it comes next, behind blanks."""
         self.skip_blanks()
+        return self.match_here(pattern)
+
+    def match_here(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Consume the pattern if it comes next, without a blank before."""
         match = pattern.match(self.text, self.position)
         if match:
             self.position = match.end()

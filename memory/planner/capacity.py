@@ -92,6 +92,8 @@ class Machine:
 
     devices: tuple[DeviceCapacity, ...]
     pinned_bytes: int = 0
+    lock_limit_bytes: int | None = None
+    """What all components of a plan together may page-lock, where others of it have taken some; None where none has."""
     host_kept_bytes: int = 0
     """What the RAM's watermark keeps free."""
     freed_bytes: int = 0

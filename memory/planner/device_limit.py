@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import DoesNotFit, InvalidInput
 from ..options.budget import BudgetItem
-from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..units import MIB, align_up, format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, KeptFree, Machine
+from .sizes import Sizes
 
 __all__ = ["find_kept", "find_limit", "refuse_small_limit", "steady_limit"]
 
@@ -109,25 +110,24 @@ def available_bytes(component: Component, capacity: DeviceCapacity, profile: Off
 
 
 def refuse_small_limit(
-    component: Component,
-    capacity: DeviceCapacity,
+    sizes: Sizes,
+    blocks: Sequence[int],
+    machine: Machine,
+    device: str,
     profile: OffloadProfile,
     limit: int,
     *,
-    fixed_bytes: int,
-    largest_bytes: int,
-    scratch_bytes: int,
+    first: bool,
 ) -> NoReturn:
-    """Raise the error of a component whose least form exceeds the limit.
-
-    Args:
-        fixed_bytes, largest_bytes, scratch_bytes: what that form takes: for non-block weights and buffers, for the
-            largest block, and for decoded weights.
+    """Raise the error of a component whose least form exceeds the limit of a device.
 
     Raises:
         InvalidInput: the user's budget or reserve is the reason.
         DoesNotFit: the device is.
     """
+    component, capacity = sizes.component, machine.device(device)
+    fixed_bytes, scratch_bytes = sizes.fixed_bytes(blocks, first=first), sizes.scratch_bytes(blocks)
+    largest_bytes = max((sizes.blocks[number] for number in blocks), default=0)
     least_bytes = fixed_bytes + largest_bytes + scratch_bytes
     decodes = f", {format_bytes(scratch_bytes)} to decode weights" if scratch_bytes else ""
     decodes += " (all at once: granularity 'block' needs less)" if component.widens_whole else ""
@@ -156,16 +156,37 @@ def refuse_small_limit(
     holders = [f"{name} computes and holds {format_bytes(held)}" for name, held in capacity.computing[:MAX_HOLDERS]]
     if len(capacity.computing) > MAX_HOLDERS:
         holders.append(f"{len(capacity.computing) - MAX_HOLDERS} more compute")
-    remedies = ["wait until it has computed" if len(capacity.computing) == 1 else "wait until they have computed"]
     marked_bytes = capacity.kept_free_bytes - capacity.lent_bytes
-    remedies = remedies if holders else []
-    remedies += ["end the loan (`highwater lend --give-back`)"] if capacity.lent_bytes else []
-    remedies += ["lower the watermark"] if marked_bytes else []
-    remedies += ["choose granularity 'block'"] if component.widens_whole else []
-    remedies += [f"choose {Precision.ENCODED.name!r}", "place it on another device"]
     lent = [f"{format_bytes(capacity.lent_bytes)} lent to another program"] if capacity.lent_bytes else []
     told = ", ".join([f"{format_bytes(marked_bytes)} reserved", *lent, *holders])
+    helps = ", or ".join(part for part in find_remedies(sizes, blocks, machine, device, limit, first=first) if part)
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} available of "
-        f"{format_bytes(capacity.total_bytes)}, {told}; {', '.join(remedies[:-1])}, or {remedies[-1]}"
+        f"{format_bytes(capacity.total_bytes)}, {told}; {helps}"
     )
+
+
+def find_remedies(
+    sizes: Sizes, blocks: Sequence[int], machine: Machine, device: str, limit: int, *, first: bool
+) -> tuple[str, str]:
+    """Return what would make room for the least form, by the numbers: all but the last remedy, and the last.
+
+    No precision does: encoded, a block takes scratch to be widened in, more than it saves.
+    """
+    capacity, least_bytes = machine.device(device), sizes.least_bytes(blocks, first=first)
+    marked_bytes = capacity.kept_free_bytes - capacity.lent_bytes
+    held_bytes, lent_bytes = sum(held for _, held in capacity.computing), capacity.lent_bytes
+    missing_bytes = least_bytes - max(0, limit)
+    remedies = []
+    # One that is too little alone may help with the others.
+    if held_bytes:
+        remedies.append(f"wait until {'it has' if len(capacity.computing) == 1 else 'they have'} computed")
+    if lent_bytes:
+        remedies.append("end the loan (`highwater lend --give-back`)")
+    if marked_bytes and held_bytes + lent_bytes + marked_bytes >= missing_bytes:
+        remedies.append("lower the watermark")
+    if sizes.component.widens_whole:
+        remedies.append("choose granularity 'block'")
+    others = [other for other in machine.accelerators if other.name != device and other.available_bytes >= least_bytes]
+    roomiest = max(others, key=lambda other: other.available_bytes, default=None)
+    return ", ".join(remedies), f"place it on {roomiest.name if roomiest is not None else 'the CPU'}"

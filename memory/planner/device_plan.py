@@ -173,15 +173,7 @@ def plan_share(
     if allowed.holds_all:
         return whole
     if allowed.least_bytes > limit or not blocks:
-        refuse_small_limit(
-            component,
-            machine.device(device),
-            profile,
-            limit,
-            fixed_bytes=whole.fixed_bytes,
-            largest_bytes=allowed.largest_bytes,
-            scratch_bytes=whole.scratch_bytes,
-        )
+        refuse_small_limit(component_sizes, blocks, machine, device, profile, limit, first=first)
     sizes = {number: allowed.sizes[number] for number in in_order(blocks, block_seconds)}
     left_bytes = allowed.left_bytes
     room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT

@@ -417,7 +417,8 @@ def whose(profile: OffloadProfile) -> str:
 
 
 def all_may_lock(machine: Machine) -> str:
-    limit = f"the limit of page-locked memory for all components is {format_bytes(machine.lockable_bytes)}"
+    limit_bytes = machine.lockable_bytes if machine.lock_limit_bytes is None else machine.lock_limit_bytes
+    limit = f"the limit of page-locked memory for all components is {format_bytes(limit_bytes)}"
     if machine.lockable_bytes == machine.pinned_bytes:
         return limit
     return f"{limit}, with {format_bytes(machine.host_kept_bytes)} of RAM reserved"

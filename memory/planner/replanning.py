@@ -13,6 +13,7 @@ from ..weights.component import Component
 from .capacity import Machine
 from .device_plan import DevicePlan, confirm_share, plan_share, same_to_the_reason
 from .device_store import confirm_stored, plan_stored
+from .form_choice import encoded_bytes
 from .plan import ComponentPlan
 from .sizes import Sizes
 
@@ -195,7 +196,10 @@ def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine
 
 def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequence[DevicePlan]) -> None:
     if tier == "device" and any(share.streamed for share in shares):
+        encoded = encoded_bytes(sizes.alone)
+        room = sum(share.limit_bytes or share.device_bytes for share in shares)
+        form = f", or precision {Precision.ENCODED.name!r}" if encoded is not None and encoded <= room else ""
         raise DoesNotFit(
             f"{sizes.component.name} at tier 'device' needs {format_bytes(sizes.all_resident_bytes)}, "
-            f"which its budget does not hold; choose tier 'pinned' or 'host', or precision {Precision.ENCODED.name!r}"
+            f"which its budget does not hold; choose tier 'pinned' or 'host'{form}"
         )

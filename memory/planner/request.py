@@ -240,7 +240,12 @@ def machine_beside_plans(machine: Machine, plans: Sequence[Plan]) -> Machine:
         for device in machine.devices
     ]
     locked = sum(part.pinned_bytes for part in parts)
-    return replace(machine, devices=tuple(devices), pinned_bytes=max(0, machine.pinned_bytes - locked))
+    return replace(
+        machine,
+        devices=tuple(devices),
+        pinned_bytes=max(0, machine.pinned_bytes - locked),
+        lock_limit_bytes=machine.lockable_bytes,
+    )
 
 
 def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:

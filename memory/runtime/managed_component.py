@@ -186,8 +186,11 @@ class ManagedComponent:
 
     @cached_property
     def encoded_bytes(self) -> int | None:
-        """What it would take of one device if it were encoded, as `planner.form_choice.encoded_bytes`."""
-        return encoded_bytes(self.component)
+        """What it would take of one device if it were encoded, as `planner.form_choice.encoded_bytes`.
+
+        None also where one of its devices could not widen that.
+        """
+        return encoded_bytes(self.component) if all(share.device.has_float8 for share in self.shares) else None
 
     @property
     def bytes_moved(self) -> int:

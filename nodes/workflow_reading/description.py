@@ -180,3 +180,5 @@ class WorkflowDescription:
     watermarks: tuple[WatermarkSetting, ...] = ()
     unknown: tuple[NodeName, ...] = ()
     """Nodes that are not understood and take or give models, latents or conditioning."""
+    broken: tuple[str, ...] = ()
+    """What of the graph is no node, and links to nowhere; a line each."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ...memory.errors import quoted
 from ..prompts import is_link
 from .description import AppliedLora, Asked, Call, LoadedModel, NodeName, Size, WorkflowUse
 
@@ -106,6 +107,11 @@ class Passed:
         return next((value for value in self.values if matches(value)), None)
 
 
+def has_slot(outputs: Sequence[Any], slot: Any) -> bool:
+    """Whether what a node's outputs stand for is known of one."""
+    return isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(outputs)
+
+
 class NodeReading:
     """One node of a prompt, whose inputs have been read already."""
 
@@ -128,17 +134,19 @@ class NodeReading:
             outputs = self.reader.outputs.get(value[0])
             if isinstance(outputs, Passed) or outputs is None:
                 return outputs
-            slot = value[1]
-            is_slot = isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(outputs)
-            return outputs[slot] if is_slot else None
+            return outputs[value[1]] if has_slot(outputs, value[1]) else None
         return value
 
     def is_linked(self, name: str) -> bool:
         return is_link(self.inputs.get(name), self.reader.graph.nodes)
 
     def source(self, name: str) -> str:
-        """Return the label of the node that an input is linked to."""
-        return self.reader.names[self.inputs[name][0]].label
+        """Return the label of the node that an input is linked to, and the output, if it is not known to have one."""
+        source, slot = self.inputs[name]
+        label, outputs = self.reader.names[source].label, self.reader.outputs.get(source)
+        if outputs is None or isinstance(outputs, Passed) or has_slot(outputs, slot):
+            return label
+        return f"output {quoted(slot)} of {label}, which is not known to have one"
 
     def find(self, name: str, matches: Callable[[Any], bool]) -> Any:
         """Return an input's value if it matches, or what a node that is not understood may pass on; else None."""
@@ -171,7 +179,8 @@ class NodeReading:
                 self.reader.name_unknown(value.node)
             why = f"size: {value.node.label} is not understood"
         elif self.is_linked(name):
-            why = f"size: {self.source(name)} does not tell"
+            source = self.source(name)
+            why = f"size: {source}{',' if ', ' in source else ''} does not tell"
         else:
             why = f"size: {self.name.label}: input {name!r} is not linked"
         return Picture(None, is_latent=is_latent, why=why)
@@ -224,7 +233,9 @@ class NodeReading:
         if name not in self.inputs:
             return "is missing"
         number = self.number(name)
-        return f"{number:g} is less than 0" if number is not None and number < 0 else "is not a number"
+        if number is not None and number < 0:
+            return f"{number:g} is less than 0"
+        return f"is beyond {MAX_NUMBER}" if is_number(self.value(name)) else "is not a number"
 
     # -- what it does
 
@@ -301,6 +312,16 @@ class NodeReading:
                 **fields,
             )
         )
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or the text of one, of whatever size."""
+    try:
+        return not isinstance(value, bool) and not math.isnan(float(value))
+    except OverflowError:
+        return True
+    except (TypeError, ValueError):
+        return False
 
 
 Rule = Callable[[NodeReading], Sequence[Any]]

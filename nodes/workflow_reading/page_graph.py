@@ -6,11 +6,12 @@ nodes by what is linked to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...memory.errors import InvalidInput, quoted
+from .broken_parts import label_of, why_no_node
 from .widget_names import read_widgets
 
 __all__ = ["MAX_NODES", "is_page_graph", "prompt_of_page"]
@@ -57,13 +58,14 @@ def is_page_graph(graph: Any) -> bool:
     return isinstance(graph, Mapping) and isinstance(graph.get("nodes"), list)
 
 
-def prompt_of_page(graph: Mapping[str, Any], widgets_of: WidgetsOf) -> dict[str, dict[str, Any]]:
-    """Return the graph in API format; what is odd in it is left out.
+def prompt_of_page(graph: Mapping[str, Any], widgets_of: WidgetsOf) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the graph in API format, and a line for what of it is broken, which is left out.
 
     Raises:
         InvalidInput: a subgraph contains itself, or there are more than `MAX_NODES` nodes.
     """
-    return PageGraph(graph, widgets_of).prompt()
+    page = PageGraph(graph, widgets_of)
+    return page.prompt(), page.broken
 
 
 class PageGraph:
@@ -78,6 +80,7 @@ class PageGraph:
             if isinstance(subgraph, Mapping) and isinstance(subgraph.get("id"), str):
                 self.subgraphs[subgraph["id"]] = subgraph
         self.num_nodes = 0
+        self.broken: list[str] = []
         self.followed: dict[tuple[str, Any], tuple[str, int] | Given | None] = {}
         self.root = self.open(graph)
 
@@ -86,10 +89,18 @@ class PageGraph:
             raise InvalidInput(
                 f"subgraph {quoted(graph.get('name'))}: is nested more than {MAX_DEPTH} deep, or contains itself"
             )
-        nodes = {}
-        for node in listed(graph, "nodes"):
-            node_id = id_of(node.get("id"))
-            if node_id is not None and isinstance(node.get("type"), str) and node.get("mode") != MUTED:
+        prefix = f"{outer.prefix}{instance}:" if outer else ""
+        nodes, muted = {}, set()
+        found = graph.get("nodes")
+        for number, node in enumerate(found if isinstance(found, list) else ()):
+            node_id = id_of(node.get("id")) if isinstance(node, dict) else None
+            why = why_no_node(node, "type") or ("has no id" if node_id is None else "")
+            if why or node_id is None:
+                which = f"node {prefix}{node_id}" if node_id is not None else f"entry {number} of the nodes"
+                self.broken.append(f"{which}: {why}; it is left out")
+            elif node.get("mode") == MUTED:
+                muted.add(node_id)
+            else:
                 nodes[node_id] = node
         self.num_nodes += len(nodes)
         if self.num_nodes > MAX_NODES:
@@ -100,7 +111,7 @@ class PageGraph:
             if target == OUTPUTS:
                 results[target_slot] = link_id
         scope = Scope(
-            prefix=f"{outer.prefix}{instance}:" if outer else "",
+            prefix=prefix,
             nodes=nodes,
             links=links,
             results=results,
@@ -108,6 +119,7 @@ class PageGraph:
             outer=outer,
             instance=instance,
         )
+        self.broken += broken_inputs(scope, muted)
         for node_id, node in nodes.items():
             if node["type"] in self.subgraphs:
                 scope.inner[node_id] = self.open(self.subgraphs[node["type"]], scope, node_id, depth + 1)
@@ -214,6 +226,25 @@ class PageGraph:
         if isinstance(values, list) and len(values) == len(names) and name in names:
             return Given(values[names.index(name)])
         return None
+
+
+def broken_inputs(scope: Scope, muted: Collection[str]) -> Iterator[str]:
+    """Yield which inputs of nodes have links that are not there, or that begin at nodes that are not.
+
+    Args:
+        muted: nodes that are there and do not run.
+    """
+    for node_id, node in scope.nodes.items():
+        for given in listed(node, "inputs"):
+            link = given.get("link")
+            if link is None:
+                continue
+            found = f"{label_of(scope.prefix + node_id, node['type'])}: input {quoted(given.get('name'))}"
+            origin, _ = scope.links.get(link, (None, 0)) if is_key(link) else (None, 0)
+            if origin is None:
+                yield f"{found} has link {quoted(link)}, which is not in the workflow"
+            elif origin not in scope.nodes and origin not in muted and not (origin == INPUTS and scope.outer):
+                yield f"{found} is linked to node {scope.prefix}{origin}, which is not in the workflow"
 
 
 def bypass(node: Mapping[str, Any], slot: int) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...memory.errors import InvalidInput, quoted
+from .broken_parts import broken_links, broken_nodes, shortened
 from .description import WorkflowDescription
 from .page_graph import MAX_NODES, is_page_graph, prompt_of_page
 from .prompt_reading import PromptReader
@@ -24,7 +26,7 @@ def read_workflow(
 ) -> WorkflowDescription:
     """Return what a workflow loads and computes. Runs nothing and reads no file; a thousand nodes take some 50 ms.
 
-    Nodes that are not understood are named, and all else is read.
+    Nodes that are not understood, and what is broken, are named, and all else is read.
 
     Args:
         graph: as parsed from JSON.
@@ -40,14 +42,15 @@ def read_workflow(
     if not isinstance(graph, Mapping):
         raise InvalidInput(f"{source}: is {quoted(graph)}, {EXPECTED}")
     try:
-        prompt = prompt_of_page(graph, widgets_of) if is_page_graph(graph) else checked(graph)
-        return PromptReader(prompt, image_size).read()
+        prompt, broken = prompt_of_page(graph, widgets_of) if is_page_graph(graph) else checked(graph)
+        found = PromptReader(prompt, image_size).read()
     except InvalidInput as error:
         raise InvalidInput(f"{source}: {error}") from None
+    return replace(found, broken=shortened(broken))
 
 
-def checked(graph: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nodes of a graph in API format, or of the request that queues one.
+def checked(graph: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the nodes of a graph in API format, or of the request that queues one, and what of it is broken.
 
     Raises:
         InvalidInput: there are no nodes, or too many.
@@ -64,4 +67,4 @@ def checked(graph: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidInput(f"has no nodes, {EXPECTED}")
     if len(prompt) > MAX_NODES:
         raise InvalidInput(f"the workflow has {len(prompt)} nodes; more than {MAX_NODES} are not read")
-    return prompt
+    return prompt, [*broken_nodes(graph), *broken_links(prompt)]

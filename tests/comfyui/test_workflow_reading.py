@@ -22,7 +22,7 @@ WORKFLOWS = Path(__file__).parents[2] / "workflows"
 )
 def test_an_example_runs_as_it_is_read(gpu_host: HostProcess, name: str) -> None:
     graph = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
-    prompt = prompt_of_page(graph, lambda class_type: None)
+    prompt, _ = prompt_of_page(graph, lambda class_type: None)
     (sampler,) = (node for node in prompt.values() if node["class_type"] == "KSampler")
     sampler["inputs"]["seed"] += 1  # the host has no result of it
     (text,) = (node for node in prompt.values() if node["class_type"] == "CLIPTextEncode")

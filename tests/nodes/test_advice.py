@@ -316,7 +316,8 @@ def test_what_ran_out_of_memory_comes_first() -> None:
     told = "flux ran out of memory on gpu:0: 2.00GiB more were asked for"
     report["events"] = [failed | {"reason": f"{told}; the next run keeps 3.00GiB free for flux"}]
     assert advise(report) == [f"The last run failed: {told}", "Run it again: the next run keeps 3.00GiB free for flux"]
-    report["events"] = [failed | {"reason": f"{told}; no plan leaves more: choose a smaller size"}]
+    helps = "no plan leaves more: choose a smaller size; the next run loads it as usual"
+    report["events"] = [failed | {"reason": f"{told}; {helps}"}]
     assert advise(report)[1] == "What helps: choose a smaller size"
     report["events"] = [failed | {"reason": told}]
     assert advise(report)[1] == "Choose a smaller size, or fewer frames"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import InvalidInput, MemoryManager, manage
-from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs import Need, Needs, digest_device
 from highwater.memory.manager.needs_file import MAX_ROWS, TABLE, NeedsFile, installed_versions
 
 KEY = "0" * 32, "1" * 32
@@ -275,7 +275,7 @@ def test_a_read_only_one_is_read(open_folder: Path, run_python, what: str) -> No
 import os
 from pathlib import Path
 from highwater.memory.manager.needs_file import NeedsFile
-from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs import Need, Needs, digest_device
 os.seteuid(65534)
 file = NeedsFile(Path({str(file.path)!r}))
 assert len(file.read()) == 1
@@ -290,7 +290,7 @@ def test_a_full_disk_loses_only_what_is_new(file, run_python) -> None:
 import resource, signal
 from pathlib import Path
 from highwater.memory.manager.needs_file import NeedsFile
-from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs import Need, Needs, digest_device
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = NeedsFile(Path({str(file.path)!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({file.path.stat().st_size}, {file.path.stat().st_size}))
@@ -305,7 +305,7 @@ def test_a_process_that_is_killed_leaves_no_half(file) -> None:
 import sys, time
 from pathlib import Path
 from highwater.memory.manager.needs_file import NeedsFile
-from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs import Need, Needs, digest_device
 file = NeedsFile(Path(sys.argv[1]))
 number = 0
 print("ready", flush=True)
@@ -374,3 +374,36 @@ def test_what_a_simulated_device_needs_is_written_only_where_something_said(sim,
     )
     assert not cache.exists()
     assert (folder / "needs.sqlite3").exists() == (named != "nowhere")
+
+
+SMALL, LARGE = (0, 4, 64), (0, 4, 128)
+
+
+def elsewhere(needs: Needs, size: tuple[int, ...] | None = SMALL) -> int | None:
+    kept = needs.kept(("c" * 32, "a" * 8 + "2" * 24), size)
+    assert kept is None or not kept.is_known
+    return None if kept is None else kept.num_bytes
+
+
+def test_another_device_of_the_type_gives_a_first_estimate() -> None:
+    """Its peak counts, and what was too little; not what it kept free for other reasons, nor another type's."""
+    needs = Needs()
+    needs.restore([(("c" * 32, "a" * 8 + "1" * 24), SMALL, need(1600, guard_bytes=99999))])
+    assert elsewhere(needs) == elsewhere(needs, LARGE) == elsewhere(needs, None) == 1700
+    assert elsewhere(needs, (0, 4, 32)) is None  # a smaller input needs less
+    needs.restore([(("c" * 32, "b" * 8 + "1" * 24), SMALL, need(99999))])
+    needs.restore([(("d" * 32, "a" * 8 + "1" * 24), SMALL, need(99999))])
+    assert elsewhere(needs) == 1700
+    needs.restore([(("c" * 32, "a" * 8 + "3" * 24), SMALL, need(0, failed_bytes=3200))])
+    assert elsewhere(needs) == 3400
+    own = ("c" * 32, "a" * 8 + "2" * 24)
+    needs.restore([(own, SMALL, need(500))])
+    kept = needs.kept(own, SMALL)
+    assert kept is not None and kept.num_bytes == 500 and kept.is_known
+
+
+def test_the_digest_of_a_device_begins_with_its_type(sim) -> None:
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=4 << 20), sim.SimDeviceSpec(total_bytes=8 << 20)]):
+        devices = MemoryManager().devices
+        host, first, second = (digest_device(devices[name]) for name in ("cpu", "gpu:0", "gpu:1"))
+    assert first[:8] == second[:8] != host[:8] and first[8:] != second[8:]

@@ -16,6 +16,7 @@ from highwater.memory import MemoryManager, manage
 from highwater.memory.file_tensors import FileTensors
 from highwater.memory.manager.member import Member
 from highwater.memory.manager.returns import MAX_CONTENTS, KnownReturns, Returns
+from highwater.memory.manager.thrashing import remedy
 from highwater.memory.options.idle_limits import IdleLimits
 from highwater.memory.options.placement import AUTO_PLACEMENT
 from highwater.memory.options.precision import DEFAULT_PRECISION
@@ -45,14 +46,14 @@ def run_all(manager, nets, runs: int, name: str = "both") -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("sizes", "mark", "remedy"),
+    ("sizes", "mark", "told"),
     [
         ((2.6,), 0.9, "a watermark of gpu:0 of low "),
         ((2,), 0.0, "a profile with budget "),
         ((2, 8), 0.0, "placement gpu:1 would stop that: 8.00MiB are free there, it has 1.06MiB"),
     ],
 )
-def test_three_reloads_within_five_runs_are_thrashing(toys, machine, sizes, mark, remedy: str) -> None:
+def test_three_reloads_within_five_runs_are_thrashing(toys, machine, sizes, mark, told: str) -> None:
     with machine(*sizes, low=int(mark * MIB), high=int(mark * MIB)) as manager:
         nets = {name: toys.build_net(seed) for seed, name in enumerate("ab")}
         for name, net in nets.items():
@@ -63,8 +64,21 @@ def test_three_reloads_within_five_runs_are_thrashing(toys, machine, sizes, mark
         found = events(manager, "thrashing")
         assert {event["component"] for event in found} == {"a", "b"}
         for event in found:
-            assert remedy in event["reason"] and event["node_id"] == event["component"]
+            assert told in event["reason"] and event["node_id"] == event["component"]
             assert event["reason"].startswith("evicted and loaded again 3 times within 5 runs, ")
+
+
+@torch.no_grad()
+def test_a_precision_is_a_remedy_only_where_it_saves_what_is_missing(toys, machine) -> None:
+    with machine(8) as manager:
+        saved = 0
+        for seed, (name, precision) in enumerate({"a": "as stored", "b": "as stored", "c": "fp8 scaled"}.items()):
+            manage({name: toys.build_net(seed)}, placement="gpu:0", precision=precision, manager=manager)
+            managed = manager.members[name].managed
+            if precision == "as stored":
+                saved += managed.plan.total_bytes - managed.encoded_bytes
+        told = [remedy(manager.members["a"], manager.capacity, "gpu:0", lost) for lost in (saved, saved + 1)]
+        assert ["precision 'fp8 scaled' takes half" in line for line in told] == [True, False]
 
 
 @torch.no_grad()

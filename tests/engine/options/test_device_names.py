@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,3 +96,21 @@ def test_what_is_no_name_is_refused(text: str) -> None:
 def test_hardware_names_each_accelerator_once(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_hardware(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("gpu:0=1e400GiB", "column 7: '1e400GiB' is not a size; write a number and a unit"),
+        ("gpu:0=-1GiB", "column 7: '-1GiB' is not a size"),
+        ("gpu:0=1_0GiB", "column 7: '1_0GiB' is not a size"),
+        ("gpu:0=1GiB@1e3GB/s", "column 12: '1e3GB' is not a size"),
+        (f"gpu:0={'9' * 40}GiB", "is too large; allowed: up to 8589934591GiB"),
+        (f"gpu:0=1GiB@{'9' * 400}TFLOPS", "is too much; allowed: up to 1000000000TFLOPS"),
+        ("gpu:0=1GiB,host=8GiB@10GB/s", "column 21: the host has a size alone"),
+        ("gpu:0=1GiB,host=8GiB@8TFLOPS", "column 21: the host has a size alone"),
+    ],
+)
+def test_odd_numbers_of_devices_are_named_as_they_were_written(written: str, told: str) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(told)):
+        parse_hardware(written)

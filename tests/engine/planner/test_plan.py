@@ -322,8 +322,23 @@ def test_what_a_refusal_of_a_budget_or_reserve_allows_is_planned(setting: str) -
 
 
 def test_a_device_below_the_least_form_does_not_fit_and_names_the_remedy() -> None:
-    with pytest.raises(DoesNotFit, match=r"2\.00MiB for the largest block.*lower the watermark"):
+    with pytest.raises(DoesNotFit, match=r"1\.50MiB for the largest.*; lower the watermark, or place it on gpu:1$"):
+        plan(component([MIB, MIB + MIB // 2]), on=machine(first=MIB))
+
+
+def test_what_helps_is_named_only_where_the_numbers_say_so() -> None:
+    """The whole device is too small: neither the watermark is the reason, nor a precision a remedy."""
+    with pytest.raises(DoesNotFit, match=r"2\.00MiB for the largest block\) .* 1\.00MiB reserved; place it on gpu:1$"):
         plan(component([MIB, 2 * MIB]), on=machine(first=MIB))
+    with pytest.raises(DoesNotFit, match=r"reserved; place it on the CPU$"):
+        plan(component([MIB, 2 * MIB]), on=machine(first=MIB, second=MIB))
+
+
+@pytest.mark.parametrize(("room", "names_form"), [(10, False), (14, True)])
+def test_tier_device_names_a_precision_that_fits(room: int, names_form: bool) -> None:
+    with pytest.raises(DoesNotFit, match="choose tier 'pinned' or 'host'") as refused:
+        plan(component([MIB] * 20), placement="gpu:0:device", on=machine(first=room * MIB))
+    assert ("precision 'fp8 scaled'" in str(refused.value)) == names_form
 
 
 def test_a_reserve_stays_free_and_what_is_kept_free_counts_towards_it() -> None:

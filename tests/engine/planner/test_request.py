@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from highwater.memory.planner.plan import Plan
-from highwater.memory.planner.request import PlanRequest, plan_request
+from highwater.memory.planner.request import PlanRequest, plan_request, plan_together
 from highwater.memory.planner.run import BlockTimes, Use
 from highwater.memory.planner.tiles import TileChoice, TiledSize, Tiles, choose_tiles
 from highwater.memory.units import GIB, MIB
@@ -303,3 +304,17 @@ def test_nothing_is_stored_where_another_part_computes():
     on = with_peer(machine(int(1.2 * GIB), 4 * GIB), 5 * LINK)
     plan = ask(TEXT, MODEL, on=on, uses=[use(TEXT), used], placement="text_encoder=gpu:1")
     assert plan["transformer"].store == ""
+
+
+def test_several_loaders_name_one_limit_of_page_locked_memory() -> None:
+    """What the first one takes leaves less to the second, and is no other limit."""
+    on = replace(machine(GIB), pinned_bytes=int(1.2 * GIB))
+    texts = replace(TEXT, has_file=False), replace(MODEL, has_file=False), replace(VAE, has_file=False)
+    plans, _ = plan_together([PlanRequest(components=(each,), machine=on) for each in texts], ())
+    told = [
+        line[0]
+        for plan in plans
+        for reason in plan.components[0].reasons
+        if (line := re.findall(r"the limit of page-locked memory for all components is ([\d.]+\w+)", reason))
+    ]
+    assert told == ["1.20GiB"] * len(told) and len(told) > 1

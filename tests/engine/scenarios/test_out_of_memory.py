@@ -311,6 +311,11 @@ def test_what_no_plan_fits_is_said_and_evicts_nobody_in_vain(machine) -> None:
             manager.end_run()
         assert "the next run keeps" in lines[0]
         assert all("no plan leaves more: choose a smaller size" in line for line in lines[1:4])
+        # Encoded, a block would need scratch to be widened in: more than it saves.
+        assert all("fewer frames; the next run loads it as usual" in line for line in lines[1:4])
+        assert [bool(re.search(r"with [\d.]+MiB free it failed, too", line)) for line in lines] == [
+            number in (2, 3, 4) for number in range(6)
+        ]
         assert torch.equal(module(x[:, :4]).cpu(), build([256] * 8, 3, 64).to("sim:0")(x[:, :4].to("sim:0")).cpu())
 
 
@@ -615,3 +620,62 @@ def test_diffusion_models_and_vaes_leave_it_free_unless_the_user_says_what_is(
             free = manager.devices["gpu:0"].free_bytes()
             assert (free >= 3 * MIB) is kept
             assert free >= low
+
+
+# -- another card
+
+
+@torch.no_grad()
+def test_what_one_card_needed_is_kept_free_on_another(machine) -> None:
+    """The first run on a smaller card fits; from then on its own need counts there."""
+    widths, x = [256] * 8, torch.randn(1, 768, DIM)
+    with machine(512) as manager, manage(build(widths, 5, 8), manager=manager) as managed:
+        want = managed.members[0].managed.module(x).cpu()
+        need, whole = managed.members[0].activation_bytes["gpu:0"], manager.ledger.used("gpu:0")
+    with machine(512, (need + whole // 2) / MIB) as manager:
+        manage(build(widths, 5, 8), placement="gpu:0", manager=manager).members[0].managed.module(x)
+        module = build(widths, 5, 8)
+        with manage(module, placement="gpu:1", manager=manager) as managed:
+            assert torch.equal(module(x).cpu(), want)
+            assert not [event for event in manager.report()["events"] if event["kind"] == "error"]
+            for _ in range(2):
+                manager.begin_run("later", "later")
+                assert torch.equal(module(x).cpu(), want)
+            assert "an earlier run needed it" in managed.members[0].managed.plan.text()
+
+
+@torch.no_grad()
+def test_the_plan_of_the_handle_is_the_one_in_force(machine) -> None:
+    x = torch.randn(1, 1024, DIM)
+    with machine(6) as manager, manage(build([1024] * 8, 3, 12), manager=manager) as managed:
+        module = managed.members[0].managed.module
+        assert not managed.plan["model"].streams
+        with pytest.raises(torch.OutOfMemoryError, match="the next run keeps") as caught:
+            module(x)
+        kept = re.search(r"keeps ([\d.]+MiB) free", str(caught.value))
+        del caught
+        module(x)
+        assert managed.plan["model"] is managed.members[0].managed.plan
+        assert managed.plan["model"].streams
+        assert kept is not None and f"keeps {kept[1]} free for activations" in managed.plan.text()
+        assert managed.reprofile("1.5MiB")["model"] is managed.plan["model"]
+
+
+@torch.no_grad()
+def test_what_helps_is_said_only_where_the_numbers_say_so(machine) -> None:
+    """A device with more room is named; tier 'device' is told to be the reason."""
+    x = torch.randn(1, 1024, DIM)
+    for sizes, choices, told in (
+        ((4,), {}, "tiles, or fewer frames; the next run loads it as usual"),
+        ((4, 2), {}, "tiles, or fewer frames; the next run loads it as usual"),
+        ((4, 9), {}, "fewer frames, or placement gpu:1; the next run loads it as usual"),
+        ((4,), {"placement": "gpu:0:device"}, "or tier 'pinned'; the next run loads all of it again, as tier 'device'"),
+    ):
+        choices = {"placement": "gpu:0"} | choices
+        with machine(*sizes) as manager, manage(build([256] * 8, 3, 64), manager=manager, **choices) as managed:
+            for _ in range(2):
+                with pytest.raises(torch.OutOfMemoryError) as caught:
+                    managed.members[0].managed.module(x)
+                line = str(caught.value)
+                del caught
+            assert told in line, line

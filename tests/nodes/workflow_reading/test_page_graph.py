@@ -212,5 +212,5 @@ def test_subgraphs_that_multiply_are_refused() -> None:
 
 
 def test_ids_inside_are_those_that_the_page_queues() -> None:
-    prompt = prompt_of_page(in_subgraph(FLUX), lambda name: None)
+    prompt, _ = prompt_of_page(in_subgraph(FLUX), lambda name: None)
     assert prompt[str(the(FLUX, "SaveImage")["id"])]["inputs"]["images"] == [f"99:{the(FLUX, 'VAEDecode')['id']}", 0]

@@ -1,0 +1,124 @@
+"""Workflows with broken parts: each is named in a line, and all else is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from highwater.headless.comfy_stub import comfy_api
+from highwater.nodes.described_hardware import parse_hardware
+
+comfy_api.install()
+from highwater.nodes.workflow_plans import plan_workflow  # noqa: E402
+from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
+
+PACK = Path(__file__).parents[3]
+PAGES = [*sorted((PACK / "workflows").glob("*.json")), *sorted((PACK / "subgraphs").glob("*.json"))]
+FLUX = json.loads((PACK / "workflows/highwater-flux-8gb.json").read_text(encoding="utf-8"))
+
+
+def graph(**nodes: Any) -> dict[str, Any]:
+    loader = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "a.safetensors"}}
+    size = {"width": 64, "height": 64, "batch_size": 1}
+    prompt = {
+        "1": loader,
+        "2": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["1", 1], "text": ""}},
+        "3": {"class_type": "EmptyLatentImage", "inputs": size},
+        "4": {
+            "class_type": "KSampler",
+            "inputs": {"model": ["1", 0], "positive": ["2", 0], "negative": ["2", 0], "latent_image": ["3", 0],
+                       "steps": 4, "cfg": 7.0, "denoise": 1.0},
+        },
+        "5": {"class_type": "VAEDecode", "inputs": {"samples": ["4", 0], "vae": ["1", 2]}},
+        "6": {"class_type": "SaveImage", "inputs": {"images": ["5", 0]}},
+    }  # fmt: skip
+    return prompt | nodes
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_nothing_of_an_example_is_broken(path: Path) -> None:
+    assert read_workflow(json.loads(path.read_text(encoding="utf-8"))).broken == ()
+
+
+def test_entries_that_are_no_nodes_are_named() -> None:
+    broken = graph(a=[1, 2], b={"inputs": {}}, c={"class_type": 7, "inputs": {}}, d=None)
+    assert read_workflow(broken).broken == (
+        "node 'a': is [1, 2], no node; it is left out",
+        "node 'b': has no class_type; it is left out",
+        "node 'c': its class_type is 7; it is left out",
+        "node 'd': is None, no node; it is left out",
+    )
+    assert read_workflow(broken).uses == read_workflow(graph()).uses
+
+
+def test_links_to_nowhere_are_named_and_values_that_look_like_links_are_not() -> None:
+    found = graph()
+    found["4"]["inputs"] |= {"model": ["99", 0], "sigmas": [1, 2]}
+    assert read_workflow(found).broken == (
+        "node 4 (KSampler): input 'model' is linked to node '99', which is not in the workflow",
+    )
+
+
+def test_many_broken_parts_are_counted() -> None:
+    found = read_workflow(graph(**{f"n{number}": 0 for number in range(500)})).broken
+    assert len(found) == 21 and found[-1] == "480 more nodes or links are broken"
+
+
+def test_an_output_that_a_node_is_not_known_to_have_is_named() -> None:
+    found = graph()
+    found["4"]["inputs"]["model"] = ["1", 9]
+    found["5"]["inputs"]["samples"] = ["4", 3]
+    lines = [line for use in read_workflow(found).uses for line in use.unknown]
+    of_loader = "output 9 of node 1 (CheckpointLoaderSimple), which is not known to have one"
+    assert f"model: node 4 (KSampler): model comes from {of_loader}" in lines
+    assert "size: output 3 of node 4 (KSampler), which is not known to have one, does not tell" in lines
+
+
+@pytest.mark.parametrize("value", [float("inf"), 10**40, 1e300, "9" * 60, -(10**40)])
+def test_a_huge_number_is_not_said_to_be_none(value: Any) -> None:
+    found = graph()
+    found["3"]["inputs"]["width"] = value
+    lines = [line for use in read_workflow(found).uses for line in use.unknown]
+    assert "size: node 3 (EmptyLatentImage): width is beyond 16777216" in lines
+    found["3"]["inputs"]["width"] = "wide"
+    lines = [line for use in read_workflow(found).uses for line in use.unknown]
+    assert "size: node 3 (EmptyLatentImage): width is not a number" in lines
+
+
+def test_broken_parts_of_a_page_are_named() -> None:
+    page = copy.deepcopy(FLUX)
+    sampler = next(node for node in page["nodes"] if node["type"] == "KSampler")
+    model, positive = (
+        next(each for each in sampler["inputs"] if each["name"] == name) for name in ("model", "positive")
+    )
+    origin = next(link for link in page["links"] if link[0] == model["link"])
+    origin[1] = 4242
+    positive["link"] = 99999
+    page["nodes"] += [None, {"id": 500}, {"type": "KSampler"}]
+    place = len(page["nodes"])
+    assert set(read_workflow(page).broken) == {
+        f"entry {place - 3} of the nodes: is None, no node; it is left out",
+        "node 500: has no type; it is left out",
+        f"entry {place - 1} of the nodes: has no id; it is left out",
+        f"node {sampler['id']} (KSampler): input 'model' is linked to node 4242, which is not in the workflow",
+        f"node {sampler['id']} (KSampler): input 'positive' has link 99999, which is not in the workflow",
+    }
+
+
+def test_a_muted_node_is_not_broken() -> None:
+    page = copy.deepcopy(FLUX)
+    sampler = next(node for node in page["nodes"] if node["type"] == "KSampler")
+    model = next(each for each in sampler["inputs"] if each["name"] == "model")
+    origin = next(link[1] for link in page["links"] if link[0] == model["link"])
+    next(node for node in page["nodes"] if node["id"] == origin)["mode"] = 2
+    assert read_workflow(page).broken == ()
+
+
+def test_a_plan_names_what_is_broken() -> None:
+    described = read_workflow(graph(a=[]))
+    with pytest.raises(ValueError, match=r"node 'a': is \[\], no node; it is left out; .*'a.safetensors' is not in"):
+        plan_workflow(described, parse_hardware("gpu:0=1GiB").machine())
