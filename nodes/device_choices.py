@@ -32,6 +32,7 @@ __all__ = [
     "fit_placement",
     "fit_profile",
     "missing_devices",
+    "notes_of_auto",
     "part_placement_choices",
     "placement_choices",
     "resolve_part_placement",
@@ -130,7 +131,7 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
     """
     parsed, missing = read_placement(placement, placement_choices)
     if parsed == AUTO_PLACEMENT:
-        return parsed, []
+        return parsed, notes_of_auto(placement)
     if not is_of_one(parsed):
         refuse_placement(placement, placement_choices())
     if missing:
@@ -155,10 +156,20 @@ def resolve_part_placement(placement: str) -> tuple[Placement, list[str]]:
     if any(not is_of_one(replace(parsed, items=(replace(item, component="*"),))) for item in parsed.items):
         refuse_placement(placement, part_placement_choices())
     if not missing:
-        return parsed, []
+        return parsed, notes_of_auto(placement)
     if [item.component for item in parsed.items] == ["*"]:
         return resolve_placement(placement)
     return fit_placement(parsed, placement)
+
+
+def notes_of_auto(placement: str) -> list[str]:
+    """Return what a loader of ComfyUI's models says of ``auto`` for all that it loads: it means its ``default``.
+
+    Such a loader does not know which models others load, so that it could choose for them all.
+    """
+    if placement.strip() != AUTO:
+        return []
+    return [f"placement {placement}: loaders of ComfyUI's models read {AUTO} as {DEFAULT}: ComfyUI chooses the device"]
 
 
 def read_placement(placement: str, choices: Callable[[], Choices]) -> tuple[Placement, list[str]]:

@@ -28,7 +28,7 @@ from ..memory.planner.request import PlanRequest, plan_together
 from ..memory.planner.run import Use
 from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .applied_loras import ChangedComponent, apply_loras
-from .device_choices import DEFAULT, missing_devices
+from .device_choices import DEFAULT, missing_devices, notes_of_auto
 from .lora_headers import LoraReader, changes_by_names
 from .plan_table import in_a_row, plan_text
 from .planned_calls import Predictor, calls_in, use_of
@@ -300,6 +300,8 @@ def placement_of(
     text = model.asked.placement or model.asked.device or DEFAULT
     chosen = home if model.kind != PIPELINE and home in here else None
     default = AUTO_PLACEMENT if chosen is None else parse_placement(chosen, devices=here, components=names)
+    if chosen is not None:
+        notes += [f"{model.node.label}: {note}, {chosen}" for note in notes_of_auto(text)]
     if text in (DEFAULT, AUTO):
         return default
     missing = missing_devices(text, here)

@@ -133,3 +133,13 @@ def test_clones_are_the_alternative_where_a_step_has_two_conditionings(models: N
 def test_a_placement_left_open_is_split_where_that_is_faster(models: None) -> None:
     assert any("compute the 2 calls of a forward at the same time" in reason for reason in planned(3.5, "auto")[0])
     assert not any("at the same time" in reason for reason in planned(1.0, "auto")[0])
+
+
+@pytest.mark.parametrize(("placement", "told"), [("default", False), ("auto", True), ("gpu:1", False)])
+def test_a_plan_says_what_auto_means_on_a_loader_of_comfyui(models: None, placement: str, told: bool) -> None:
+    """ComfyUI's device: the loader, too, chooses no other."""
+    found = plan_workflow(read_workflow(graph(1.0, placement)), MACHINE, home="gpu:0")
+    note = "placement auto: loaders of ComfyUI's models read auto as default: ComfyUI chooses the device, gpu:0"
+    assert any(note in line for line in found.notes) == told
+    (part,) = found.plans.values()
+    assert [share.device for share in part.components[0].shares] == ["gpu:1" if placement == "gpu:1" else "gpu:0"]

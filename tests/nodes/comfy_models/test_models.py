@@ -321,13 +321,17 @@ def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
     ("placement", "words", "said"),
     [
         ("default", "auto", ""),
-        ("auto", "auto", ""),
         ("cpu", "cpu", ""),
         ("gpu:1", "gpu:1", ""),
         ("cuda:1", "gpu:1", ""),
         ("gpu:1&gpu:0", "gpu:1&gpu:0", ""),
         (" gpu:0 & gpu:1 ", "gpu:0&gpu:1", ""),
         ("gpu:0:gpu:1", "gpu:0:gpu:1", ""),
+        (
+            "auto",
+            "auto",
+            "placement auto: loaders of ComfyUI's models read auto as default: ComfyUI chooses the device",
+        ),
         ("gpu:0:gpu:3", "auto", "this machine has no gpu:3, so default is used"),
         (
             "gpu:2",
@@ -467,6 +471,7 @@ def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
         ("text=gpu:1", "text=gpu:1", []),
         ("dit=cuda:0&gpu:1, clip=gpu:1, vae=cpu", "diffusion=gpu:0&gpu:1,text=gpu:1,vae=cpu", []),
         ("gpu:1,text=auto", "gpu:1,text=auto", []),
+        ("auto", "auto", ["read auto as default: ComfyUI chooses the device"]),
         ("gpu:1&gpu:0", "gpu:1&gpu:0", []),
         ("text=gpu:7,vae=gpu:1", "vae=gpu:1", ["no gpu:7, so what names it is left out; it has cpu, gpu:0, gpu:1"]),
         ("gpu:0&gpu:7", "auto", ["this machine has no gpu:7, so default is used"]),
