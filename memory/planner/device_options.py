@@ -13,14 +13,16 @@ from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .block_groups import GROWTHS, MOST_GROUPS, cut_runs, of_devices
+from .calls_at_once import compute_at_once, devices_by_block
 from .capacity import DeviceCapacity, Machine
 from .device_plan import Allowed, DevicePlan, find_allowed
 from .device_store import StoreRoom, store_room
 from .layer_split import Cutter
+from .pipeline import NUM_CALLS, pipeline_of
 from .run import Use, longest_use
 from .run_plan import copy_rate, num_hops
 from .sizes import Sizes
-from .step_seconds import NUM_CALLS, compute_at_once, devices_by_block, pipeline_of, step_seconds
+from .step_seconds import step_seconds
 
 __all__ = ["SMALLEST_GAIN", "Choice", "choose_for", "choose_in_turn", "find_choices", "stored_elsewhere"]
 
@@ -146,6 +148,7 @@ def find_choices(
                     found.append(choice)
     if any(use.num_calls > 1 and not use.one_by_one for use in uses):
         splits = [tuple(SplitRatio(device=name) for name in order) for order in orders]
+        part = part.decoding(NUM_CALLS)
         quick = [choose_in_turn(part, split, machine, profile, uses, is_quick=True) for split in splits]
         fastest = sorted(filter(None, quick), key=lambda choice: total_s(choice, uses, machine))
         closely = (choose_in_turn(part, choice.devices, machine, profile, uses) for choice in fastest[:MOST_ORDERS])
