@@ -65,7 +65,7 @@ MOST_KNOWN = 2048
 NEARBY = 2
 # What hops may take instead, as factors.
 OTHER_HOPS = (0.5, 0.75, 0.9, 1.2, 1.6)
-# A gain is no gain below this part.
+# A gain is no gain below this part, which sums of floats may be off.
 ROUNDING = 1e-9
 # The longest group is found to this part of its length, which is more than `ROUNDING`.
 EXACT = 1e-8
@@ -123,13 +123,17 @@ class Gains:
 
     def of(self, lengths: Sequence[int]) -> float:
         """Return the gain of groups in turn of so many blocks each."""
+        seconds = self.seconds(lengths)
+        return self.alone_s / seconds if seconds else 1.0
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return what all calls take over groups in turn of so many blocks each."""
         key = tuple(lengths)
         if key not in self.known:
             devices = devices_in_turn(len(key), self.pipeline.num_devices)
-            longest_s = self.clock.seconds(list(zip(devices, key, strict=True)))
             if len(self.known) == MOST_KNOWN:
                 self.known.clear()
-            self.known[key] = self.alone_s / longest_s if longest_s else 1.0
+            self.known[key] = self.clock.seconds(list(zip(devices, key, strict=True)))
         return self.known[key]
 
     def mean_of(self, lengths: Sequence[int]) -> float:

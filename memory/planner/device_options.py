@@ -33,6 +33,8 @@ TRIED_RATIOS = (0.15, 0.3, 0.45, 0.6, 0.75)
 # Of groups in turn, their numbers beside that of the devices, and how they grow: what a plan then tries closely.
 TRIED_GROUPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 12)
 TRIED_GROWTHS = (0.0, 0.3)
+# Moving single blocks between more groups gains a hundredth at most: that is left to the plan.
+MOST_MOVED = 36
 # As few blocks as these are cut as closely as in a plan.
 FEW_UNITS = 16
 # The numbers by which orders of devices are compared, and how many of those are then looked at closely.
@@ -182,14 +184,15 @@ def choose_in_turn(
     part = part.decoding(NUM_CALLS)
     cutter = Cutter(part, used, machine, profile, pipeline)
     if is_quick:
-        runs = cutter.best(beside(QUICK_GROUPS, len(used)), (0.0,), is_close=False, moves=False)
+        runs = cutter.best(beside(QUICK_GROUPS, len(used)), (0.0,), is_close=False, most_moved=0)
     elif len(cutter.units) <= FEW_UNITS:
         runs = cutter.best(range(len(used), FEW_UNITS + 1), GROWTHS)
     else:
-        runs = cutter.best(beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS, is_close=False)
+        runs = cutter.best(beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS, is_close=False, most_moved=MOST_MOVED)
     if runs is None:
         return None
-    choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)))
+    known_s = (use, cutter.seconds(runs)) if is_quick else None
+    choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)), known_s)
     return replace(choice, has_groups=True) if choice is not None and compute_at_once(choice.shares, use) else None
 
 
@@ -238,12 +241,14 @@ def choose_for(
     profile: OffloadProfile,
     uses: Sequence[Use] = (),
     groups: Sequence[tuple[int, ...]] = (),
+    known_s: tuple[Use, float] | None = None,
 ) -> Choice | None:
     """Return a component on given devices; None where its least form exceeds one of them.
 
     Args:
         uses: its own.
         groups: the blocks of each device; by default one run each, by the ratios.
+        known_s: what a forward of one of the uses takes if its calls are computed at the same time.
     """
     used = devices[: max(1, len(part.component.blocks))]
     runs: Sequence[tuple[int, ...]] = groups or [tuple(range(len(part.component.blocks)))]
@@ -268,9 +273,14 @@ def choose_for(
     choice = Choice(component=part.component, devices=used, shares=tuple(shares), copied_bytes=copied)
     if choice.streams or len(shares) < 2:
         return choice
-    names, device_of = [split.device for split in used], devices_by_block(shares)
-    pipelines = [(use, pipeline_of(use, names, machine)) for use in uses if compute_at_once(shares, use)]
-    at_once = ((use, step_seconds(pipeline, device_of)) for use, pipeline in pipelines if pipeline is not None)
+    names, at_once = [split.device for split in used], []
+    for use in uses:
+        if not compute_at_once(shares, use):
+            continue
+        if known_s is not None and known_s[0] is use:
+            at_once.append(known_s)
+        elif (pipeline := pipeline_of(use, names, machine)) is not None:
+            at_once.append((use, step_seconds(pipeline, devices_by_block(shares))))
     return replace(choice, at_once=tuple(at_once))
 
 

@@ -31,6 +31,7 @@ from .device_limit import find_limit
 from .pipeline import NUM_CALLS, Pipeline, hop_seconds_between, pipeline_of
 from .run import Use
 from .sizes import Sizes
+from .step_seconds import StepClock
 
 __all__ = ["Cutter", "count_groups", "split_blocks", "split_in_turn"]
 
@@ -165,21 +166,28 @@ class Cutter:
         return [lengths for lengths in dict.fromkeys(found) if self.fits(lengths)]
 
     def best(
-        self, numbers: Iterable[int], growths: Sequence[float], *, is_close: bool = True, moves: bool = True
+        self, numbers: Iterable[int], growths: Sequence[float], *, is_close: bool = True, most_moved: int = MOST_GROUPS
     ) -> list[tuple[int, ...]] | None:
         """Return the blocks of each group of the cut that gains most; None if no device could have its blocks.
 
         Args:
             is_close: predict those that gain most again, with other hops.
-            moves: then move single blocks, where no ratios say how many each device has.
+            most_moved: then move single blocks between no more groups than these, unless ratios say how many each
+                device has.
         """
         cuts = self.cuts(numbers, growths)
         if not cuts:
             return None
         lengths: Sequence[int] = best_cut(self.gains, cuts) if is_close else max(cuts, key=self.gains.of)
-        if moves and self.is_open:
+        if len(lengths) <= most_moved and self.is_open:
             lengths = improve(self.gains, lengths, self.fits)
         return [tuple(number for unit in run for number in self.units[unit]) for run in runs_of(lengths)]
+
+    def seconds(self, runs: Sequence[Sequence[int]]) -> float:
+        """Return what all calls take over groups of whole units."""
+        lengths = [-(-len(run) // len(self.units[0])) for run in runs]
+        devices = devices_in_turn(len(runs), self.num_devices)
+        return StepClock(self.gains.pipeline).seconds(list(zip(devices, lengths, strict=True)))
 
 
 def count_groups(shares: Sequence[Sequence[int]]) -> int:

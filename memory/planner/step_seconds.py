@@ -63,17 +63,23 @@ class Engine:
         return self.run_in_parts(ready_s, seconds) if seconds else ready_s
 
     def run_in_parts(self, ready_s: float, seconds: float) -> float:
-        left_s, end_s = seconds, ready_s
-        while left_s > seconds * ROUNDING:
-            start_s = self.go_to(ready_s)
-            end_s = min(start_s + left_s, self.until_s)
-            if end_s == start_s:
-                break  # so little is left that a float does not tell
-            left_s -= end_s - start_s
-            if start_s > self.begin_s:
-                self.kept.append((self.begin_s, start_s))
-            self.begin_s = end_s
-        return end_s
+        begin_s, until_s, left_s, least_s = self.begin_s, self.until_s, seconds, seconds * ROUNDING
+        while left_s > least_s:
+            start_s = ready_s if ready_s > begin_s else begin_s
+            if start_s < until_s:
+                if start_s > begin_s:
+                    self.kept.append((begin_s, start_s))
+                begin_s = start_s + left_s
+                if begin_s < until_s:
+                    break
+                begin_s = until_s
+                left_s -= until_s - start_s
+            else:
+                if begin_s < until_s:
+                    self.kept.append((begin_s, until_s))
+                begin_s, until_s = self.gaps.pop()
+        self.begin_s, self.until_s = begin_s, until_s
+        return begin_s
 
     def go_to(self, ready_s: float) -> float:
         """Go on to the first stretch without work that ends behind a time; returns when work begins there."""
