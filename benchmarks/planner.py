@@ -23,6 +23,7 @@ from typing import Any
 from highwater.headless import simdevice
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.options.placement import parse_placement
+from highwater.memory.planner.block_groups import gains_of
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.prefetch_schedule import choose_schedule
@@ -32,6 +33,7 @@ from highwater.memory.weights.component import Block, Component, TensorSpec
 from highwater.memory.weights.module_component import component_from_module
 
 from .case import Result
+from .placements.group_cases import GROUP_CASES
 from .placements.instance import Layers, random_instance
 from .placements.runs import Placed, run_seconds
 from .placements.search import Search
@@ -119,11 +121,37 @@ def measure_scale() -> list[dict[str, Any]]:
     return rows
 
 
+def measure_groups() -> list[dict[str, Any]]:
+    """Return what it takes to plan groups in turn for the first time, and the same once more."""
+    rows = []
+    for case in GROUP_CASES:
+        request = case.request(many_blocks(case.num_blocks, is_even=True))
+        plan, seconds = plan_first(request)
+        begin_s = time.process_time()
+        plan_request(request)
+        again_s = time.process_time() - begin_s
+        rows.append(
+            {
+                "blocks": case.num_blocks,
+                "speeds": ", ".join(f"{speed:g}" for speed in case.speeds),
+                "calls": case.num_calls,
+                "placement": case.placement.replace("ALL", "all of them"),
+                "groups": plan.components[0].placement.groups or "-",
+                "before, ms": case.before_ms,
+                "ms of one core": seconds * 1000,
+                "once more, ms": again_s * 1000,
+                "limit": f"{case.limit_ms} ms",
+            }
+        )
+    return rows
+
+
 def plan_first(request: PlanRequest) -> tuple[Plan, float]:
     """Return a plan and the least time of several first ones: nothing is remembered of those before."""
     taken = []
     for _ in range(NUM_FIRST):
         choose_schedule.cache_clear()
+        gains_of.cache_clear()
         fresh = replace(request, components=tuple(map(copy.deepcopy, request.components)))
         gc.collect()
         begin_s = time.process_time()
@@ -163,7 +191,7 @@ def by_size(found: list[Found]) -> list[dict[str, Any]]:
 
 def measure(num_instances: int | None = None) -> Result:
     """Measure so many instances, a second or two of one core each; by default 1,000."""
-    scale = measure_scale()
+    scale, groups = measure_scale(), measure_groups()
     simdevice.install("sim", num_devices=3)
     random = Random(SEED)
     found: list[Found] = []
@@ -201,5 +229,6 @@ def measure(num_instances: int | None = None) -> Result:
         more={
             "By the number of components:": by_size(found),
             "Planning a split of 2,000 blocks over 8 devices for the first time, the least of five:": scale,
+            "Planning groups in turn, as before and since groups are played as one work each:": groups,
         },
     )

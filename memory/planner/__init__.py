@@ -13,6 +13,7 @@ __all__, __getattr__ = lazy_names(
         "staging_layout": ["Occupancy", "Offsets"],
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine", "PeerLink"],
         "tiles": ["LEAST_PIXELS", "TileChoice", "TileCost", "TiledSize", "Tiles", "choose_tiles", "halve_tiles"],
+        "calls_at_once": ["WHY_ONE_SCRATCH", "WHY_STREAMS"],
         "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan"],
         "device_store": ["StoreRoom", "store_room"],
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],

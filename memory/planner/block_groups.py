@@ -19,26 +19,31 @@ a single block, and as many flops. So blocks that repeat count alike, as long as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise, product
 
-from .step_seconds import Pipeline, step_seconds
+from .pipeline import Pipeline
+from .step_seconds import StepClock
 
 __all__ = [
     "GROWTHS",
     "HOP_PART",
     "MOST_GROUPS",
     "REST_PART",
+    "Gains",
     "balance",
     "best_cut",
     "cut_in_turn",
     "cut_runs",
     "devices_in_turn",
-    "devices_of",
+    "gains_of",
     "improve",
     "of_devices",
-    "predict",
+    "runs_of",
 ]
 
 # More groups gain a hundredth at most, and each costs a hop.
@@ -54,14 +59,18 @@ LATE = 0.003
 GROWTHS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.3)
 # Of the cuts that are predicted, so many are looked at closely.
 NUM_TRIED = 24
+# So many predictions are remembered of a pipeline: some plans make as many.
+MOST_KNOWN = 2048
 # A block may move to another group so far away.
 NEARBY = 2
 # What hops may take instead, as factors.
 OTHER_HOPS = (0.5, 0.75, 0.9, 1.2, 1.6)
-# A gain is no gain below this part.
+# A gain is no gain below this part, which sums of floats may be off.
 ROUNDING = 1e-9
-# The longest group is found to this part of its length.
-EXACT = 1e-6
+# The longest group is found to this part of its length, which is more than `ROUNDING`.
+EXACT = 1e-8
+# Blocks without room make groups longer by such a part of what they take: most groups have some room left.
+GUESS = 0.7
 # A number of groups has to gain so much on a smaller one.
 WORTH_MORE = 0.003
 
@@ -94,63 +103,82 @@ def balance(speeds: Sequence[float], most: Sequence[float]) -> list[float]:
     return [part / whole for part in parts] if whole else [1 / len(speeds)] * len(speeds)
 
 
-def predict(pipeline: Pipeline, runs: Sequence[Sequence[int]]) -> float:
-    """Return how many times as fast as the fastest device alone the calls are, launched in turn over these groups.
+class Gains:
+    """How many times as fast as the fastest device alone the calls of a pipeline are, by the lengths of its groups.
 
     A little less than `step_seconds` says: no cut is to count on two calls that come at the same time.
     """
-    longest_s = step_seconds(pipeline, devices_of(runs, pipeline.num_devices), late=LATE)
-    return pipeline.alone_s / longest_s if longest_s else 1.0
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.alone_s = pipeline.alone_s
+        self.clock = StepClock(pipeline, late=LATE)
+        self.known: dict[tuple[int, ...], float] = {}
+
+    @cached_property
+    def with_other_hops(self) -> list[Gains]:
+        """The same where hops take less and more."""
+        hop_s = self.pipeline.hop_s
+        return [Gains(replace(self.pipeline, hop_s=tuple(factor * hop for hop in hop_s))) for factor in OTHER_HOPS]
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """Return the gain of groups in turn of so many blocks each."""
+        seconds = self.seconds(lengths)
+        return self.alone_s / seconds if seconds else 1.0
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Return what all calls take over groups in turn of so many blocks each."""
+        key = tuple(lengths)
+        if key not in self.known:
+            devices = devices_in_turn(len(key), self.pipeline.num_devices)
+            if len(self.known) == MOST_KNOWN:
+                self.known.clear()
+            self.known[key] = self.clock.seconds(list(zip(devices, key, strict=True)))
+        return self.known[key]
+
+    def mean_of(self, lengths: Sequence[int]) -> float:
+        """Return the mean of the gain, and of those with other hops: a hair's breadth decides who computes first."""
+        found = [gains.of(lengths) for gains in (self, *self.with_other_hops)]
+        return sum(found) / len(found)
 
 
-def best_cut(pipeline: Pipeline, cuts: Sequence[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Return which of these cuts is predicted to gain most.
+@lru_cache(maxsize=8)
+def gains_of(pipeline: Pipeline) -> Gains:
+    """Return the gains of a pipeline; those that were predicted are remembered for the next plan."""
+    return Gains(pipeline)
 
-    Of those that gain about as much, it is the one with the fewest groups. Those that gain most are predicted again
-    with shorter and longer hops, and count by the mean: a hair's breadth decides who computes first.
+
+def best_cut(gains: Gains, cuts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return which of these cuts is predicted to gain most, each as the lengths of its groups.
+
+    Of those that gain about as much, it is the one with the fewest groups. Those that gain most count by their mean.
     """
-    gains = sorted(((predict(pipeline, runs), number) for number, runs in enumerate(cuts)), reverse=True)
-    others = [replace(pipeline, hop_s=tuple(factor * hop_s for hop_s in pipeline.hop_s)) for factor in OTHER_HOPS]
-    means = {
-        number: (gain + sum(predict(other, cuts[number]) for other in others)) / (1 + len(others))
-        for gain, number in gains[:NUM_TRIED]
-    }
+    order = sorted(range(len(cuts)), key=lambda number: gains.of(cuts[number]), reverse=True)
+    means = {number: gains.mean_of(cuts[number]) for number in order[:NUM_TRIED]}
     enough = max(means.values()) * (1 - WORTH_MORE)
-    chosen = min((len(cuts[number]), -gain, number) for number, gain in means.items() if gain >= enough)[-1]
-    return cuts[chosen]
+    return cuts[min((len(cuts[number]), -gain, number) for number, gain in means.items() if gain >= enough)[-1]]
 
 
-def improve(
-    pipeline: Pipeline, runs: list[tuple[int, ...]], fits: Callable[[list[tuple[int, ...]]], bool]
-) -> list[tuple[int, ...]]:
-    """Return a cut with single blocks moved to other groups nearby, as long as that gains something."""
-    gain, lengths = predict(pipeline, runs), [len(run) for run in runs]
-    moves = [(a, b) for a, b in product(range(len(runs)), repeat=2) if 0 < abs(a - b) <= NEARBY]
+def improve(gains: Gains, lengths: Sequence[int], fits: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Return groups with single blocks moved to others nearby, as long as that gains something."""
+    best, gain = [*lengths], gains.of(lengths)
+    moves = [(a, b) for a, b in product(range(len(best)), repeat=2) if 0 < abs(a - b) <= NEARBY]
     is_better = True
     while is_better:
         is_better = False
         for source, target in moves:
-            if lengths[source] > 1:
-                moved = list(lengths)
+            if best[source] > 1:
+                moved = [*best]
                 moved[source] -= 1
                 moved[target] += 1
-                found = runs_of(moved)
-                found_gain = predict(pipeline, found)
-                if found_gain > gain * (1 + ROUNDING) and fits(found):
-                    gain, lengths, runs, is_better = found_gain, moved, found, True
-    return runs
+                found = gains.of(moved)
+                if found > gain * (1 + ROUNDING) and fits(moved):
+                    gain, best, is_better = found, moved, True
+    return best
 
 
-def runs_of(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return runs of so many blocks each, one behind the other."""
-    ends = list(accumulate(lengths))
-    return [tuple(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
-
-
-def cut_in_turn(
-    times: Sequence[float], ratios: Sequence[float], num_groups: int, growth: float = 0.0
-) -> list[tuple[int, ...]]:
-    """Cut blocks into runs for devices in turn, in steady groups ([Note: steady groups]); each has at least one block.
+def cut_in_turn(times: Sequence[float], ratios: Sequence[float], num_groups: int, growth: float = 0.0) -> list[int]:
+    """Return how many blocks each of some groups in turn has if they are steady ([Note: steady groups]); at least one.
 
     Args:
         ratios: each device's part of the time, beside those of the others.
@@ -160,40 +188,52 @@ def cut_in_turn(
         ratios[device] * (1 + growth * index / num_groups)
         for index, device in enumerate(devices_in_turn(num_groups, len(ratios)))
     ]
-    low, high = 0.0, sum(times) / min(parts)  # of a group with part 1
-    lengths = fill_from_the_end(times, parts, high)
-    assert lengths is not None
-    while high - low > EXACT * high:
-        middle = (low + high) / 2
-        found = fill_from_the_end(times, parts, middle)
-        if found is None:
-            low = middle
+    ends, whole = [0.0, *accumulate(times)], sum(parts)
+    # Of a group with part 1: what is less than low leaves blocks without room, high is enough.
+    low, high, tried = 0.0, math.inf, ends[-1] / whole
+    lengths: list[int] = []
+    while low < high * (1 - EXACT):
+        found, left, longest, next_longer = fill_from_the_end(ends, parts, tried * (1 + ROUNDING))
+        if left:
+            low = next_longer
+            tried = max(low, tried + GUESS * ends[left] / whole)
         else:
-            high, lengths = middle, found
-    return runs_of(lengths)
+            high, lengths = longest, found
+        if not left or tried >= high:
+            tried = (low + high) / 2
+    return lengths
 
 
-def fill_from_the_end(times: Sequence[float], parts: Sequence[float], most_s: float) -> list[int] | None:
-    """Return how many blocks each group has if the last ones are filled first; None if some blocks have no room.
+def fill_from_the_end(
+    ends: Sequence[float], parts: Sequence[float], most_s: float
+) -> tuple[list[int], int, float, float]:
+    """Return how many blocks each group has if the last ones are filled first, and how many blocks have no room.
+
+    With these, of the groups of several blocks the most that one takes, and the least with which one has a block more,
+    both in the unit of ``most_s``.
 
     Args:
+        ends: what all blocks up to each one take, with a 0 before.
         parts: how long each group may be, in parts of ``most_s``; the block that is its only one may be longer.
     """
     lengths = [0] * len(parts)
-    left = len(times)
+    left, longest, next_longer = len(ends) - 1, 0.0, math.inf
     for index in range(len(parts) - 1, -1, -1):
-        room_s = most_s * parts[index]
-        while left > index and (not lengths[index] or times[left - 1] <= room_s):
-            left -= 1
-            lengths[index] += 1
-            room_s -= times[left]
-    return None if left else lengths
+        end_s, part = ends[left], parts[index]
+        begin = bisect_left(ends, end_s - most_s * part, index, left - 1)
+        lengths[index] = left - begin
+        if left - begin > 1 and end_s - ends[begin] > longest * part:
+            longest = (end_s - ends[begin]) / part
+        if begin > index and end_s - ends[begin - 1] < next_longer * part:
+            next_longer = (end_s - ends[begin - 1]) / part
+        left = begin
+    return lengths, left, longest, next_longer
 
 
-def devices_of(runs: Sequence[Sequence[int]], num_devices: int) -> list[int]:
-    """Return of each block, in order, the number of the device that has its group."""
-    order = devices_in_turn(len(runs), num_devices)
-    return [device for run, device in zip(runs, order, strict=True) for _ in run]
+def runs_of(lengths: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return runs of so many blocks each, one behind the other."""
+    ends = [0, *accumulate(lengths)]
+    return [tuple(range(begin, end)) for begin, end in pairwise(ends)]
 
 
 def of_devices(runs: Sequence[tuple[int, ...]], num_devices: int) -> list[tuple[int, ...]]:

@@ -13,14 +13,16 @@ from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .block_groups import GROWTHS, MOST_GROUPS, cut_runs, of_devices
+from .calls_at_once import compute_at_once, devices_by_block
 from .capacity import DeviceCapacity, Machine
 from .device_plan import Allowed, DevicePlan, find_allowed
 from .device_store import StoreRoom, store_room
 from .layer_split import Cutter
+from .pipeline import NUM_CALLS, pipeline_of
 from .run import Use, longest_use
 from .run_plan import copy_rate, num_hops
 from .sizes import Sizes
-from .step_seconds import NUM_CALLS, compute_at_once, devices_by_block, pipeline_of, step_seconds
+from .step_seconds import step_seconds
 
 __all__ = ["SMALLEST_GAIN", "Choice", "choose_for", "choose_in_turn", "find_choices", "stored_elsewhere"]
 
@@ -31,6 +33,8 @@ TRIED_RATIOS = (0.15, 0.3, 0.45, 0.6, 0.75)
 # Of groups in turn, their numbers beside that of the devices, and how they grow: what a plan then tries closely.
 TRIED_GROUPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 12)
 TRIED_GROWTHS = (0.0, 0.3)
+# Moving single blocks between more groups gains a hundredth at most: that is left to the plan.
+MOST_MOVED = 36
 # As few blocks as these are cut as closely as in a plan.
 FEW_UNITS = 16
 # The numbers by which orders of devices are compared, and how many of those are then looked at closely.
@@ -146,6 +150,7 @@ def find_choices(
                     found.append(choice)
     if any(use.num_calls > 1 and not use.one_by_one for use in uses):
         splits = [tuple(SplitRatio(device=name) for name in order) for order in orders]
+        part = part.decoding(NUM_CALLS)
         quick = [choose_in_turn(part, split, machine, profile, uses, is_quick=True) for split in splits]
         fastest = sorted(filter(None, quick), key=lambda choice: total_s(choice, uses, machine))
         closely = (choose_in_turn(part, choice.devices, machine, profile, uses) for choice in fastest[:MOST_ORDERS])
@@ -179,14 +184,15 @@ def choose_in_turn(
     part = part.decoding(NUM_CALLS)
     cutter = Cutter(part, used, machine, profile, pipeline)
     if is_quick:
-        runs = cutter.best(beside(QUICK_GROUPS, len(used)), (0.0,), is_close=False, moves=False)
+        runs = cutter.best(beside(QUICK_GROUPS, len(used)), (0.0,), is_close=False, most_moved=0)
     elif len(cutter.units) <= FEW_UNITS:
         runs = cutter.best(range(len(used), FEW_UNITS + 1), GROWTHS)
     else:
-        runs = cutter.best(beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS, is_close=False)
+        runs = cutter.best(beside(TRIED_GROUPS, len(used)), TRIED_GROWTHS, is_close=False, most_moved=MOST_MOVED)
     if runs is None:
         return None
-    choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)))
+    known_s = (use, cutter.seconds(runs)) if is_quick else None
+    choice = choose_for(part, used, machine, profile, uses, of_devices(runs, len(used)), known_s)
     return replace(choice, has_groups=True) if choice is not None and compute_at_once(choice.shares, use) else None
 
 
@@ -235,12 +241,14 @@ def choose_for(
     profile: OffloadProfile,
     uses: Sequence[Use] = (),
     groups: Sequence[tuple[int, ...]] = (),
+    known_s: tuple[Use, float] | None = None,
 ) -> Choice | None:
     """Return a component on given devices; None where its least form exceeds one of them.
 
     Args:
         uses: its own.
         groups: the blocks of each device; by default one run each, by the ratios.
+        known_s: what a forward of one of the uses takes if its calls are computed at the same time.
     """
     used = devices[: max(1, len(part.component.blocks))]
     runs: Sequence[tuple[int, ...]] = groups or [tuple(range(len(part.component.blocks)))]
@@ -265,9 +273,14 @@ def choose_for(
     choice = Choice(component=part.component, devices=used, shares=tuple(shares), copied_bytes=copied)
     if choice.streams or len(shares) < 2:
         return choice
-    names, device_of = [split.device for split in used], devices_by_block(shares)
-    pipelines = [(use, pipeline_of(use, names, machine)) for use in uses if compute_at_once(shares, use)]
-    at_once = ((use, step_seconds(pipeline, device_of)) for use, pipeline in pipelines if pipeline is not None)
+    names, at_once = [split.device for split in used], []
+    for use in uses:
+        if not compute_at_once(shares, use):
+            continue
+        if known_s is not None and known_s[0] is use:
+            at_once.append(known_s)
+        elif (pipeline := pipeline_of(use, names, machine)) is not None:
+            at_once.append((use, step_seconds(pipeline, devices_by_block(shares))))
     return replace(choice, at_once=tuple(at_once))
 
 

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 
 from ..options.placement import AUTO_GROUPS, SplitRatio
 from ..options.profile import OffloadProfile
@@ -21,15 +21,17 @@ from .block_groups import (
     cut_in_turn,
     cut_runs,
     devices_in_turn,
+    gains_of,
     improve,
     of_devices,
-    predict,
+    runs_of,
 )
 from .capacity import Machine
 from .device_limit import find_limit
+from .pipeline import NUM_CALLS, Pipeline, hop_seconds_between, pipeline_of
 from .run import Use
 from .sizes import Sizes
-from .step_seconds import NUM_CALLS, Pipeline, hop_seconds_between, pipeline_of
+from .step_seconds import StepClock
 
 __all__ = ["Cutter", "count_groups", "split_blocks", "split_in_turn"]
 
@@ -98,7 +100,7 @@ def split_in_turn(
     best = cutter.best(tried, GROWTHS)
     if best is None:
         return None
-    gain = predict(pipeline, best)
+    gain = gains_of(pipeline).of([*map(len, best)])
     chosen, groups = len(best), of_devices(best, len(devices))
     if num_groups > chosen:
         reasons.append(f"split: {num_groups} groups asked for, {chosen} possible: it has {len(numbers)} blocks")
@@ -138,46 +140,54 @@ class Cutter:
         count = len(sizes.component.blocks)
         together = -(-count // max(MOST_UNITS, 2 * most_groups))
         self.units = [range(begin, min(count, begin + together)) for begin in range(0, count, together)]
-        self.unit_bytes = [sum(sizes.blocks[number] for number in unit) for unit in self.units]
-        self.pipeline = pipeline if together == 1 else pipeline.joined(self.units)
+        self.ends = [0, *accumulate(sum(sizes.blocks[number] for number in unit) for unit in self.units)]
+        """The bytes of all units up to each one, with a 0 before."""
+        self.gains = gains_of(pipeline if together == 1 else pipeline.joined(self.units))
         takes = [sum(seconds) for seconds in pipeline.block_s]
         speeds = [min(takes) / seconds if seconds else 1.0 for seconds in takes]
         self.ratios = ratios_in_turn(devices, speeds, [room / sum(sizes.blocks) for room in self.rooms])
-        self.times = self.pipeline.block_s[speeds.index(max(speeds))]
+        self.times = self.gains.pipeline.block_s[speeds.index(max(speeds))]
 
-    def fits(self, runs: Sequence[tuple[int, ...]]) -> bool:
+    def fits(self, lengths: Sequence[int]) -> bool:
         """Whether each device can have its groups of units resident."""
-        taken = [sum(self.unit_bytes[unit] for unit in units) for units in of_devices(runs, self.num_devices)]
-        return all(num_bytes <= room for num_bytes, room in zip(taken, self.rooms, strict=True))
+        ends = [0, *accumulate(lengths)]
+        for device, room in enumerate(self.rooms):
+            own = range(device, len(lengths), self.num_devices)
+            if sum(self.ends[ends[index + 1]] - self.ends[ends[index]] for index in own) > room:
+                return False
+        return True
 
-    def cuts(self, numbers: Iterable[int], growths: Sequence[float]) -> list[list[tuple[int, ...]]]:
-        """Return the cuts of units into so many groups that fit, each once."""
+    def cuts(self, numbers: Iterable[int], growths: Sequence[float]) -> list[tuple[int, ...]]:
+        """Return the cuts into so many groups that fit, each once, as the numbers of units of their groups."""
         if min(self.ratios) <= 0:
             return []
-        possible = {max(self.num_devices, min(number, len(self.units))) for number in numbers}
-        found: list[list[tuple[int, ...]]] = []
-        for number, growth in product(sorted(possible), growths):
-            runs = cut_in_turn(self.times, self.ratios, number, growth)
-            if runs not in found and self.fits(runs):
-                found.append(runs)
-        return found
+        possible = sorted({max(self.num_devices, min(number, len(self.units))) for number in numbers})
+        found = (tuple(cut_in_turn(self.times, self.ratios, *each)) for each in product(possible, growths))
+        return [lengths for lengths in dict.fromkeys(found) if self.fits(lengths)]
 
     def best(
-        self, numbers: Iterable[int], growths: Sequence[float], *, is_close: bool = True, moves: bool = True
+        self, numbers: Iterable[int], growths: Sequence[float], *, is_close: bool = True, most_moved: int = MOST_GROUPS
     ) -> list[tuple[int, ...]] | None:
         """Return the blocks of each group of the cut that gains most; None if no device could have its blocks.
 
         Args:
             is_close: predict those that gain most again, with other hops.
-            moves: then move single blocks, where no ratios say how many each device has.
+            most_moved: then move single blocks between no more groups than these, unless ratios say how many each
+                device has.
         """
         cuts = self.cuts(numbers, growths)
         if not cuts:
             return None
-        runs = best_cut(self.pipeline, cuts) if is_close else max(cuts, key=lambda cut: predict(self.pipeline, cut))
-        if moves and self.is_open:
-            runs = improve(self.pipeline, runs, self.fits)
-        return [tuple(number for unit in run for number in self.units[unit]) for run in runs]
+        lengths: Sequence[int] = best_cut(self.gains, cuts) if is_close else max(cuts, key=self.gains.of)
+        if len(lengths) <= most_moved and self.is_open:
+            lengths = improve(self.gains, lengths, self.fits)
+        return [tuple(number for unit in run for number in self.units[unit]) for run in runs_of(lengths)]
+
+    def seconds(self, runs: Sequence[Sequence[int]]) -> float:
+        """Return what all calls take over groups of whole units."""
+        lengths = [-(-len(run) // len(self.units[0])) for run in runs]
+        devices = devices_in_turn(len(runs), self.num_devices)
+        return StepClock(self.gains.pipeline).seconds(list(zip(devices, lengths, strict=True)))
 
 
 def count_groups(shares: Sequence[Sequence[int]]) -> int:
@@ -254,7 +264,7 @@ def ratios_in_turn(devices: Sequence[SplitRatio], speeds: Sequence[float], rooms
 
 def room_for(sizes: Sizes, device: str, machine: Machine, profile: OffloadProfile, *, first: bool) -> int:
     """Return the most bytes of blocks that a device can have resident, beside non-block weights and buffers."""
-    fixed = sizes.fixed_bytes(range(len(sizes.component.blocks)), first=True) if first else sum(sizes.buffer_bytes())
+    fixed = sizes.fixed_bytes(range(len(sizes.component.blocks)), first=True) if first else sum(sizes.buffer_bytes)
     scratch = sizes.scratch_bytes(range(len(sizes.component.blocks)))
     return max(0, weight_limit(sizes.component, device, machine, profile) - fixed - scratch)
 
@@ -275,7 +285,7 @@ def nearest_fitting(
     The distance is the number of blocks by which the cuts are moved, summed over all cuts.
     """
     numbers = range(len(sizes.component.blocks))
-    buffers = sizes.buffer_bytes()
+    buffers = sizes.buffer_bytes
     non_block = sizes.fixed_bytes(numbers, first=True) - sum(buffers)
     # By the block at which the next run may begin: the distance so far, and the ends of the runs before it.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}

@@ -14,6 +14,7 @@ from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms, rests_of
 from ..weights.known_forms import forms_in_file, numbers_of
+from .calls_at_once import WHY_ONE_SCRATCH, WHY_STREAMS, why_in_turn
 from .capacity import Machine
 from .device_plan import DevicePlan, plan_share
 from .device_store import beside_stored
@@ -30,12 +31,12 @@ from .form_choice import (
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import count_groups, split_blocks, split_in_turn
 from .mixed_tiers import share_ram
+from .pipeline import NUM_CALLS
 from .plan import ComponentPlan, Plan
 from .precision_table import tabulate_precision
 from .replanning import refuse_streaming_at_tier_device, replan_shares, rest_to_stream
 from .run import Use, longest_use
 from .sizes import Sizes, explain_non_block
-from .step_seconds import NUM_CALLS, ONE_SCRATCH, STREAMS, why_in_turn
 from .tied_weights import refuse_tied_split
 from .workload import find_blocking
 
@@ -154,12 +155,12 @@ def plan_in_turn(
         beside = replace(part, sizes=part.sizes.decoding(number))
         groups = split_in_turn(beside.sizes, devices, asked, machine, profile, lines, seconds, use)
         shares = () if groups is None else plan_shares(beside, devices, groups, machine, profile, seconds)
-        off = why_in_turn(shares, use) or ("" if shares else STREAMS)
+        off = why_in_turn(shares, use) or ("" if shares else WHY_STREAMS)
         if not off:
             reasons += lines
             return shares
-    does_not_fit = off in (STREAMS, ONE_SCRATCH)
-    if off == ONE_SCRATCH:
+    does_not_fit = off in (WHY_STREAMS, WHY_ONE_SCRATCH)
+    if off == WHY_ONE_SCRATCH:
         off = "there is no room to decode weights for each half of a step"
     reasons.append(f"micro-batches: off: {off}")
     if does_not_fit and asked == AUTO_GROUPS:

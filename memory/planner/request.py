@@ -13,18 +13,20 @@ from ..options.profile import OffloadProfile
 from ..units import format_bytes
 from ..weights.component import Component
 from .budget_choice import LEAST_GAIN, Budgeted, Settled, choose_budgets
+from .calls_at_once import compute_at_once, devices_by_block
 from .capacity import KeptFree, Machine
 from .clones import explain_clones
 from .device_choice import Part, choose_devices
 from .device_plan import DevicePlan
 from .device_store import beside_stored, rate_from
+from .pipeline import pipeline_of
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
 from .run import BlockTimes, Use, largest_activations, longest_use, usual_uses, with_slack
 from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds, tiled_seconds
 from .sizes import Sizes
-from .step_seconds import compute_at_once, devices_by_block, pipeline_of, step_seconds
+from .step_seconds import step_seconds
 from .tiles import Tiles
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]

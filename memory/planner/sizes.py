@@ -140,8 +140,9 @@ class Sizes:
             self.known_fixed[blocks, first] = resting_bytes(self.fixed_tensors(blocks, first=first))
         return self.known_fixed[blocks, first]
 
+    @cached_property
     def buffer_bytes(self) -> tuple[int, ...]:
-        """Return of each block the bytes of a slab of its buffers alone."""
+        """Of each block, the bytes of a slab of its buffers alone."""
         lists: list[list[TensorSpec]] = [[] for _ in self.component.blocks]
         for buffer, homes in zip(self.component.buffers, self.homes, strict=True):
             for number in homes:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidInput, UnsafeState
+from ..planner.calls_at_once import WHY_STREAMS
 from ..planner.form_choice import encoded_bytes
 from ..planner.plan import ComponentPlan
 from ..transfer.devices import Device
@@ -464,7 +465,7 @@ class ManagedComponent:
         """Return why `run_micro_batches` makes calls one after the other, as far as that is known; empty if not."""
         if self.forwards.is_loaded:
             return why_one_by_one(self.shares)
-        return "blocks stream, and a second call would fetch them once more" if self.plan.streams else ""
+        return WHY_STREAMS if self.plan.streams else ""
 
     def note_micro_batches(self, said: str) -> None:
         """Have the plan tell what was found of its micro-batches in place of what it expected."""

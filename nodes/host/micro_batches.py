@@ -49,15 +49,17 @@ def calc_at_once(
     refuse_clones(hosted, model_options)
     off = why_off(model, conds, x_in, model_options) or hosted.why_one_by_one()
     sampling = model_options.get("transformer_options", {}).get("sample_sigmas")
-    if not off or sum(cond is not None for cond in conds) > 1 or not hosted.was_at_once_in(sampling):
+    num_given = sum(cond is not None for cond in conds)
+    if not off or num_given > 1 or not hosted.was_at_once_in(sampling):
         hosted.note_micro_batches(off, sampling)  # else one more call of a guided step, as of perturbed attention
     if off:
         return executor(model, conds, x_in, timestep, model_options)
-    return calc_alone(hosted.run_micro_batches, executor, model, conds, x_in, timestep, model_options)
+    return calc_alone(hosted.run_micro_batches, num_given == 1, executor, model, conds, x_in, timestep, model_options)
 
 
 def calc_alone(
     run: Callable[[list[Callable[[], torch.Tensor]]], list[torch.Tensor]],
+    is_halved: bool,
     executor: Any,
     model: Any,
     conds: Sequence[Any],
@@ -69,6 +71,7 @@ def calc_alone(
 
     Args:
         run: makes the calls, and returns what they return.
+        is_halved: whether the step has one conditioning, and each half of its pictures is computed alone.
     """
 
     def compute(index: int, cond: Any, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -77,7 +80,7 @@ def calc_alone(
         return computed
 
     given = [index for index, cond in enumerate(conds) if cond is not None]
-    if len(given) == 1 and not why_not_halved(conds[given[0]], len(x_in), model_options):
+    if is_halved:
         parts = parts_of(conds[given[0]], x_in, timestep)
         computed = [torch.cat(run([partial(compute, given[0], *part) for part in parts]))]
     else:
@@ -91,9 +94,15 @@ def compute_halves_in_turn(patcher: ModelPatcher) -> None:
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, calc_in_turn)
 
 
-def calc_in_turn(executor: Any, *given: Any) -> Any:
+def calc_in_turn(
+    executor: Any, model: Any, conds: Sequence[Any], x_in: torch.Tensor, timestep: Any, model_options: Mapping[str, Any]
+) -> Any:
     """A CALC_COND_BATCH wrapper of core's."""
-    return calc_alone(lambda calls: [call() for call in calls], executor, *given)
+    given = [cond for cond in conds if cond is not None]
+    is_halved = len(given) == 1 and not why_not_halved(given[0], len(x_in), model_options)
+    return calc_alone(
+        lambda calls: [call() for call in calls], is_halved, executor, model, conds, x_in, timestep, model_options
+    )
 
 
 def refuse_clones(hosted: Hosted, model_options: Mapping[str, Any]) -> None:

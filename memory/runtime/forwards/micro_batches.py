@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...planner.calls_at_once import WHY_ONE_SCRATCH, WHY_STREAMS
 from ...transfer.micro_streams import MicroStreams
 from ..devices.device_share import DeviceShare
 from ..tensors.nested_tensors import find_tensors
@@ -92,11 +93,11 @@ def why_one_by_one(shares: Sequence[DeviceShare]) -> str:
     if len(shares) < 2:
         return "it computes on one device"
     if any(share.streamer is not None for share in shares):
-        return "blocks stream, and a second call would fetch them once more"
+        return WHY_STREAMS
     if any(share.copies is None for share in shares):
         return "some blocks compute on the CPU"
     if any(share.decodes_one_by_one for share in shares):
-        return "weights are decoded into one scratch memory: a placement with groups, such as gpu:0&gpu:1/auto, has two"
+        return WHY_ONE_SCRATCH
     if torch.is_grad_enabled():
         return "gradients are recorded"
     return ""

@@ -14,18 +14,19 @@ from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner.block_groups import (
     GROWTHS,
     MOST_GROUPS,
+    Gains,
     balance,
     best_cut,
     cut_in_turn,
     devices_in_turn,
     improve,
     of_devices,
-    predict,
+    runs_of,
 )
 from highwater.memory.planner.layer_split import count_groups
+from highwater.memory.planner.pipeline import Pipeline
 from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine
 from highwater.memory.planner.planning import plan_components
-from highwater.memory.planner.step_seconds import Pipeline
 from highwater.memory.units import MIB
 from highwater.memory.weights.component import Block, Component, TensorSpec
 
@@ -64,7 +65,7 @@ times = st.lists(st.integers(1, 1000), min_size=2, max_size=60)
 def test_groups_alternate_and_each_block_is_on_one_device(times: list[int], speeds: list[int], num_groups: int) -> None:
     times += [1] * (len(speeds) - len(times))
     num_groups = max(len(speeds), min(num_groups, len(times)))
-    runs = cut_in_turn(times, [speed / sum(speeds) for speed in speeds], num_groups)
+    runs = runs_of(cut_in_turn(times, [speed / sum(speeds) for speed in speeds], num_groups))
     assert [number for run in runs for number in run] == [*range(len(times))]
     assert len(runs) == num_groups and all(runs)
     groups = of_devices(runs, len(speeds))
@@ -92,21 +93,23 @@ def test_parts_are_all_of_it_by_speed_as_far_as_there_is_room(devices: list[tupl
 def test_moving_single_blocks_only_gains() -> None:
     pipeline = Pipeline.alike(block_s=(1.0,) * 57, speeds=(1.0, 1.0), hop_s=0.1)
     before = cut_in_turn(pipeline.block_s[0], (1.0, 0.5), 9)
-    after = improve(pipeline, before, lambda runs: True)
-    assert [number for run in after for number in run] == [*range(57)] and len(after) == 9
-    assert predict(pipeline, after) > predict(pipeline, before)
-    assert improve(pipeline, before, lambda runs: False) == before
+    gains = Gains(pipeline)
+    after = improve(gains, before, lambda lengths: True)
+    assert sum(after) == 57 and len(after) == 9 and min(after) > 0
+    assert gains.of(after) > gains.of(before)
+    assert improve(gains, before, lambda lengths: False) == before
 
 
 def test_groups_of_a_slower_device_take_as_long() -> None:
-    sizes = [len(run) for run in cut_in_turn([1.0] * 57, [2 / 3, 1 / 3], 20)]
+    sizes = cut_in_turn([1.0] * 57, [2 / 3, 1 / 3], 20)
     assert sizes[2:] == [4, 2] * 9 and sum(sizes) == 57
 
 
 @pytest.mark.parametrize(("num_groups", "gain"), [(2, 4 / 3), (6, 12 / 7), (10, 20 / 11)])
 def test_equal_devices_gain_most_of_what_the_number_of_groups_says(num_groups: int, gain: float) -> None:
     pipeline = Pipeline.alike(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=0.0)
-    gains = [predict(pipeline, cut_in_turn(pipeline.block_s[0], [0.5, 0.5], num_groups, growth)) for growth in GROWTHS]
+    cuts = [cut_in_turn(pipeline.block_s[0], [0.5, 0.5], num_groups, growth) for growth in GROWTHS]
+    gains = [*map(Gains(pipeline).of, cuts)]
     assert 0.8 * gain < max(gains) < gain
 
 
@@ -115,8 +118,9 @@ def test_a_device_half_as_fast_gains_a_third() -> None:
     cuts = [
         cut_in_turn(pipeline.block_s[0], (1.0, 0.5), number, growth) for number in range(2, 20) for growth in GROWTHS
     ]
-    best = improve(pipeline, best_cut(pipeline, cuts), lambda runs: True)
-    assert 1.33 < predict(pipeline, best) < 1.5
+    gains = Gains(pipeline)
+    best = improve(gains, best_cut(gains, cuts), lambda lengths: True)
+    assert 1.33 < gains.of(best) < 1.5
 
 
 @given(
@@ -134,7 +138,7 @@ def test_no_prediction_beats_all_devices_together(
     )
     ratios = [speed / sum(speeds) for speed in speeds]
     for number in range(len(speeds), min(len(times), 8) + 1):
-        gain = predict(pipeline, cut_in_turn(times, ratios, number))
+        gain = Gains(pipeline).of(cut_in_turn(times, ratios, number))
         assert 0 < gain <= sum(speeds) / max(speeds) + 1e-9
         assert gain <= num_calls * sum(speeds) / max(speeds)
 
@@ -142,12 +146,12 @@ def test_no_prediction_beats_all_devices_together(
 @given(st.integers(2, 80), st.integers(2, MOST_GROUPS))
 def test_groups_of_equal_devices_never_get_shorter(num_blocks: int, num_groups: int) -> None:
     num_groups = min(num_blocks, num_groups)
-    sizes = [len(run) for run in cut_in_turn([1.0] * num_blocks, [0.5, 0.5], num_groups)]
+    sizes = cut_in_turn([1.0] * num_blocks, [0.5, 0.5], num_groups)
     assert sizes == sorted(sizes) and sizes[-1] == -(-num_blocks // num_groups)
 
 
 def test_each_device_has_its_part_of_every_kind() -> None:
-    blocks = of_devices(cut_in_turn([1.0] * 57, [0.5, 0.5], 12), 2)[0]
+    blocks = of_devices(runs_of(cut_in_turn([1.0] * 57, [0.5, 0.5], 12)), 2)[0]
     doubles, singles = (sum(low <= number < high for number in blocks) for low, high in ((0, 19), (19, 57)))
     assert abs(doubles - 19 / 2) <= 1.5 and abs(singles - 38 / 2) <= 1.5
 
@@ -156,7 +160,7 @@ def test_slow_hops_make_fewer_groups() -> None:
     def chosen(hop_part: float) -> int:
         pipeline = Pipeline.alike(block_s=(1.0,) * 60, speeds=(1.0, 1.0), hop_s=60 * hop_part)
         cuts = [cut_in_turn(pipeline.block_s[0], [0.5, 0.5], number) for number in range(2, MOST_GROUPS + 1)]
-        return len(best_cut(pipeline, cuts))
+        return len(best_cut(Gains(pipeline), cuts))
 
     numbers = [chosen(part) for part in (0.002, 0.02, 0.1)]
     assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1]

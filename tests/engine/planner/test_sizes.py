@@ -68,7 +68,7 @@ def test_each_buffer_is_with_its_block_and_each_weight_is_counted_once(num_block
         assert sizes.least_bytes(run, first=not index) == least + resting_bytes(found)
     everything = sizes.fixed_bytes(range(num_blocks), first=True) + sum(block_bytes(b, forms) for b in part.blocks)
     assert sizes.all_resident_bytes == everything
-    assert sizes.buffer_bytes() == tuple(
+    assert sizes.buffer_bytes == tuple(
         resting_bytes(sizes.fixed_tensors((number,), first=False)) for number in range(num_blocks)
     )
 

@@ -303,7 +303,7 @@ EVEN = Case(kinds=[0.004] * 10, speeds=[1.0, 1.0], links=[1e9, 1e9], hidden_byte
     [
         ({"num_calls": 1}, 512 * MIB, "a forward is one call: a split buys memory, not speed"),
         ({"one_by_one": "another node wraps the calls"}, 512 * MIB, "another node wraps the calls"),
-        ({}, 4 * BLOCK_BYTES, "blocks stream, and each call of a forward would fetch them"),
+        ({}, 4 * BLOCK_BYTES, "blocks stream, and a second call would fetch them once more"),
     ],
 )
 def test_a_plan_says_why_devices_compute_in_turn(

@@ -13,6 +13,7 @@ from torch import nn
 
 from highwater.memory import InvalidInput, Managed, MemoryManager, manage
 from highwater.memory.options.precision import Precision
+from highwater.memory.planner.run import Use
 
 DIM = 32
 SPLIT = "gpu:0&gpu:1/4"
@@ -238,6 +239,28 @@ def test_calls_are_made_one_by_one_where_nothing_can_overlap(machine, toys, choi
             assert all(map(torch.equal, at_once(managed, net, x), want))
             assert used_streams(managed) == 1
         clear(x, want)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"placement": "gpu:0&gpu:1", "profile": "gpu:0=0.05MiB,gpu:1=0.05MiB"},
+        {"placement": SPLIT, "profile": "gpu:0=0.05MiB,gpu:1=0.05MiB"},
+        {"placement": "gpu:0&gpu:1", "precision": "fp8 scaled"},
+    ],
+)
+def test_a_plan_says_in_the_same_words_as_a_step_why_calls_are_made_one_by_one(
+    machine, toys, choices: dict[str, str]
+) -> None:
+    net = toys.build_net(dim=DIM, dtype=torch.bfloat16)
+    use = Use(component="net", kind="diffusion", num_calls=2)
+    with machine(8, 8) as manager, torch.no_grad():
+        x = [each.bfloat16() for each in inputs(1)]
+        with manage({"net": net}, manager=manager, uses=[use], **choices) as managed:
+            lines = [line for line in managed.plan["net"].reasons if line.startswith("micro-batches: ")]
+            net(x[0])
+            assert lines == [f"micro-batches: off: {managed.members[0].managed.why_one_by_one()}"]
+        clear(x)
 
 
 def test_calls_with_gradients_are_made_one_by_one(machine, toys) -> None:
