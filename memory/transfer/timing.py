@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..units import MIB
 from .devices import Device
 
-__all__ = ["TELLING_BYTES", "CopySpeeds", "PassTimes", "Stopwatch", "WaitTimes"]
+__all__ = ["TELLING_BYTES", "CallTimes", "CopySpeeds", "PassTimes", "Stopwatch", "WaitTimes"]
 
 # Smaller copies are not timed: their time depends more on the launch than on the link.
 TELLING_BYTES = 2 * MIB
@@ -21,6 +22,10 @@ NUM_TIMED = 2
 TIMED_PASS = 2
 # Of so many passes one tells how long computing waits for copies.
 TIMED_OF = 8
+# Of the calls of one size the second is timed, and then one of so many.
+TIMED_OF_CALLS = 16
+# The sizes of which calls are counted; with more of them it begins anew.
+MAX_COUNTED = 64
 # Timing ends after so many passes that skipped blocks.
 MAX_PARTIAL = 8
 
@@ -54,6 +59,65 @@ class Stopwatch(Generic[Key]):
         return {key: start.elapsed_time(stop) / 1000 for key, (start, stop) in stopped.items()}
 
 
+class CallTimes:
+    """The seconds of whole calls that find all weights on one device: of each size the second, then one of some.
+
+    Two events on the stream that computes, read when both are over; on the CPU, where a call ends as it returns, a
+    clock. What of a call the device waits for its host is in it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.counts: dict[Hashable, int] = {}
+        """The calls so far, by size."""
+        self.key: Any = None
+        """What is timed now, from its start until it is taken."""
+        self.began: float | torch.Event = 0.0
+        self.ended: float | torch.Event | None = None
+
+    def is_due(self, size: Hashable) -> bool:
+        """Count a call; returns whether it is to be timed."""
+        count = self.counts.get(size, 0)
+        if not count and len(self.counts) >= MAX_COUNTED:
+            self.counts.clear()
+        self.counts[size] = count + 1
+        return count % TIMED_OF_CALLS == 1 and self.key is None and not self.device.is_recorded()
+
+    def start(self, key: Hashable) -> None:
+        """Begin to time a call."""
+        self.began, self.key = self.mark(), key
+
+    def stop(self, *, completed: bool) -> None:
+        """End what is timed; it counts only if it completed."""
+        if self.key is not None and self.ended is None:
+            if completed:
+                self.ended = self.mark()
+            else:
+                self.key = None
+
+    def take(self) -> tuple[Any, float] | None:
+        """Return what was timed and its seconds, once, when it is over."""
+        began, ended = self.began, self.ended
+        if ended is None:
+            return None
+        if isinstance(began, torch.Event) and isinstance(ended, torch.Event):
+            if not ended.query():
+                return None
+            seconds = began.elapsed_time(ended) / 1000
+        else:
+            assert isinstance(began, float) and isinstance(ended, float)
+            seconds = ended - began
+        key, self.key, self.ended = self.key, None, None
+        return key, seconds
+
+    def mark(self) -> float | torch.Event:
+        if self.device.is_cpu:
+            return time.perf_counter()
+        event = torch.Event(device=self.device.torch_device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device.torch_device.index))
+        return event
+
+
 class PassTimes:
     """The seconds that each block of one device computes, taken in one pass after each loading.
 
@@ -67,6 +131,12 @@ class PassTimes:
         self.passes = self.num_partial = 0
         self.watch: Stopwatch[int] | None = None
         """While a pass is timed, and until its times are taken."""
+        self.call: Any = None
+        """Which call that is, or was."""
+
+    def note_call(self, call: Any) -> None:
+        """Note which call is timed."""
+        self.call = call
 
     def start_over(self) -> None:
         """Time another pass: the component was loaded in another form."""
@@ -76,7 +146,7 @@ class PassTimes:
         """Time the pass that begins, if it is the one to time."""
         self.passes += 1
         if self.passes == TIMED_PASS and not self.device.is_cpu:
-            self.watch = Stopwatch(self.device)
+            self.watch, self.call = Stopwatch(self.device), None
 
     def start(self, block: int, stream: torch.Stream) -> None:
         """Begin to time a block, decoding included: its copy has arrived."""

@@ -93,9 +93,9 @@ def coding(file: str) -> None:
             )
             add(file, f"{what} in tiles", tile, tiling.num_bytes(squares))
 
-    call = coding_call(told, 64, 96, 1, 2, decodes=True)
-    compare_flops(file, call, loaded.first_stage_model)
-    compare_flops(file, coding_call(told, 64, 96, 1, 2, decodes=False), loaded.first_stage_model)
+    latents, pixels = told.latent_shape(64, 96), told.pixel_shape(64, 96)
+    compare_flops(file, coding_call(told, (2, *latents[1:]), decodes=True), loaded.first_stage_model)
+    compare_flops(file, coding_call(told, (2, *pixels[1:]), decodes=False), loaded.first_stage_model)
 
 
 def text(file: str) -> None:
