@@ -83,8 +83,8 @@ class CorePredictor:
     def __init__(self, seconds: CallSeconds | None = None) -> None:
         self.seconds = seconds or StatedSeconds({})
         self.made: dict[Any, Any] = {}
-        self.digests: dict[tuple[int, str], Computed] = {}
-        """What tells a model of core's, in a precision, from others."""
+        self.digests: dict[Any, Computed] = {}
+        """What tells a model of core's, as its loader lets it rest, from others."""
         self.traced: dict[Any, Trace | None] = {}
         """By what a call computes: models of the same shapes have one trace."""
         self.prompted: list[Prompted] = []
@@ -284,12 +284,12 @@ class CorePredictor:
         """Return what tells what a call computes with, of core's model without memory."""
         from ..memory.weights.module_component import component_from_module
 
-        precision = precision_asked(call)
-        key = id(model), precision  # models stay as long as this
+        key = id(model), call.model, call.component.name  # models stay as long as this
 
         def find() -> Computed:
             if key not in self.digests:
-                self.digests[key] = Computed.of(component_from_module(model, name=call.component.name), precision)
+                component = component_from_module(model, name=call.component.name)
+                self.digests[key] = Computed.of(component, precision_asked(call))
             return self.digests[key]
 
         return find

@@ -77,8 +77,7 @@ class PipelinePredictor:
         largest = max(calls, key=lambda call: call.peak_bytes)
 
         seconds, names = self.seconds, [block.name for block in component.blocks]  # what a plan keeps holds no pipeline
-        precision = precision_asked(call)
-        computed = cache(lambda: Computed.of(component, precision))
+        computed = cache(lambda: Computed.of(component, precision_asked(call)))
 
         def times(trace: Trace) -> Mapping[str, BlockTimes]:
             return seconds.times(trace, component, computed, names=names)
