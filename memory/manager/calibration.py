@@ -25,9 +25,9 @@ NOTICEABLE = 256
 
 def learn_times(member: Member, capacity: LiveCapacity) -> None:
     """Store the times that a component's passes measured. With the times of all its blocks it is planned again."""
-    timed = member.managed.forwards.clock.take()
-    if timed is not None:
-        capacity.note_call(member, *timed, of_blocks=False)
+    clock = member.managed.forwards.clock
+    for call, call_s in clock.take() if clock.ended else ():
+        capacity.note_call(member, call, call_s, of_blocks=False)
     for share in member.managed.shares:
         seconds = share.times.take()
         if seconds is not None:

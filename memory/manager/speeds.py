@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -113,8 +113,16 @@ class Speeds:
     def __init__(self) -> None:
         self.known: dict[CallKey, MeasuredCall] = {}
         self.changed: set[CallKey] = set()
+        self.left: dict[tuple[str, str], dict[Hashable, int]] = {}
+        """By component and device, which of its calls are timed next: objects of one file come and go."""
         self.problem = ""
         """Why the file of earlier ones cannot be read; empty where it can, or there is none."""
+
+    def calls_left(self, component: str, device: str) -> dict[Hashable, int]:
+        """Return in which a component's calls are counted (`CallTimes`), by its id in the books."""
+        if len(self.left) >= MAX_CALLS:
+            self.left.clear()
+        return self.left.setdefault((component, device), {})
 
     def note(self, key: CallKey, seconds: float, *, of_blocks: bool) -> None:
         """Add what was measured: of a whole call it counts more than of its blocks alone."""

@@ -26,6 +26,8 @@ TIMED_OF = 8
 TIMED_OF_CALLS = 16
 # The sizes of which calls are counted; with more of them it begins anew.
 MAX_COUNTED = 64
+# So many calls may be over and not taken yet.
+MAX_ENDED = 16
 # Timing ends after so many passes that skipped blocks.
 MAX_PARTIAL = 8
 
@@ -68,47 +70,53 @@ class CallTimes:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.counts: dict[Hashable, int] = {}
-        """The calls so far, by size."""
-        self.key: Any = None
-        """What is timed now, from its start until it is taken."""
-        self.began: float | torch.Event = 0.0
-        self.ended: float | torch.Event | None = None
+        self.left: dict[Hashable, int] = {}
+        """By size, how many calls are left until one is timed."""
+        self.open: tuple[Any, float | torch.Event] | None = None
+        """What is timed now, and when it began."""
+        self.ended: list[tuple[Any, float | torch.Event, float | torch.Event]] = []
+        """What was timed and is not taken yet, in order."""
+
+    def go_on_with(self, left: dict[Hashable, int]) -> None:
+        """Count calls where those of the same component were counted before it came back as another object."""
+        self.left = left
 
     def is_due(self, size: Hashable) -> bool:
         """Count a call; returns whether it is to be timed."""
-        count = self.counts.get(size, 0)
-        if not count and len(self.counts) >= MAX_COUNTED:
-            self.counts.clear()
-        self.counts[size] = count + 1
-        return count % TIMED_OF_CALLS == 1 and self.key is None and not self.device.is_recorded()
+        left = self.left.get(size, 1)
+        if left:
+            if size not in self.left and len(self.left) >= MAX_COUNTED:
+                self.left.clear()
+            self.left[size] = left - 1
+            return False
+        if len(self.ended) >= MAX_ENDED or self.device.is_recorded():
+            return False
+        self.left[size] = TIMED_OF_CALLS - 1
+        return True
 
     def start(self, key: Hashable) -> None:
         """Begin to time a call."""
-        self.began, self.key = self.mark(), key
+        self.open = key, self.mark()
 
     def stop(self, *, completed: bool) -> None:
         """End what is timed; it counts only if it completed."""
-        if self.key is not None and self.ended is None:
-            if completed:
-                self.ended = self.mark()
-            else:
-                self.key = None
+        timed, self.open = self.open, None
+        if timed is not None and completed:
+            self.ended.append((*timed, self.mark()))
 
-    def take(self) -> tuple[Any, float] | None:
-        """Return what was timed and its seconds, once, when it is over."""
-        began, ended = self.began, self.ended
-        if ended is None:
-            return None
-        if isinstance(began, torch.Event) and isinstance(ended, torch.Event):
-            if not ended.query():
-                return None
-            seconds = began.elapsed_time(ended) / 1000
-        else:
-            assert isinstance(began, float) and isinstance(ended, float)
-            seconds = ended - began
-        key, self.key, self.ended = self.key, None, None
-        return key, seconds
+    def take(self) -> list[tuple[Any, float]]:
+        """Return what was timed and its seconds, each once, as far as it is over."""
+        taken: list[tuple[Any, float]] = []
+        while self.ended:
+            key, began, ended = self.ended[0]
+            if isinstance(began, torch.Event) and isinstance(ended, torch.Event):
+                if not ended.query():
+                    break
+                taken.append((key, began.elapsed_time(ended) / 1000))
+            elif isinstance(began, float) and isinstance(ended, float):
+                taken.append((key, ended - began))
+            del self.ended[0]
+        return taken
 
     def mark(self) -> float | torch.Event:
         if self.device.is_cpu:

@@ -321,7 +321,7 @@ class Forwards:
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         current.end_forward()
-        if self.clock.key is not None:
+        if self.clock.open is not None:
             self.clock.stop(completed=completed)
         was_quiet, self.quiet_thread = self.quiet_thread, 0
         try:
