@@ -31,7 +31,7 @@ from .manager.vae_room import VaeRoom
 from .options.placement import AUTO_GROUPS, AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import DEFAULT_PRECISION, Precision, PrecisionRequest, precision_for
 from .options.profile import OffloadProfile
-from .planner.tiles import TiledSize, Tiles, choose_tiles, halve_tiles
+from .planner.tiles import TiledSize, Tiles, choose_tiles, halve_tiles, tile_lengths
 from .quantizing import quantize_tensors
 from .repeated_call import has_hooks_of_others, repeat_if_short
 from .runtime.blocks.pristine_slab import KnownOrigins
@@ -87,6 +87,7 @@ __all__ = [
     "same_bits",
     "steer_host",
     "take_off_steered",
+    "tile_lengths",
     "vae_room",
     "watch_evictions",
     "why_not_movable",

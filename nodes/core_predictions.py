@@ -1,27 +1,29 @@
 """What ComfyUI's own classes say of calls of its models: what they reserve beside the weights, and what they compute.
 
 Seconds come from a trace: core's class of the model computes once without memory, which takes some seconds for a large
-one, whatever the sizes. It is only made where the rate of a device is known.
+one, whatever the sizes. It is only made where how fast a device computes was said or measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ..memory.errors import InvalidInput
 from ..memory.planner.run import BlockTimes
 from ..memory.planner.tiles import TileChoice, Tiles, choose_tiles
+from .call_seconds import MEASURED, Computed, StatedSeconds, precision_asked
 from .lora_headers import LoraChanges, changes_by_names, weights_by_path
-from .pipeline_predictions import times_of
 from .planned_calls import PlannedCall, Prediction, calls_of_step, usual_passes
 from .workflow_reading.description import DIFFUSION, PIPELINE, TEXT, Call, LoadedModel
 
 if TYPE_CHECKING:
-    from ..memory.tracing import Trace
+    from ..memory.tracing import Shapes, Trace
     from ..memory.weights.component import Component
-    from .described_hardware import DeviceRates
+    from .call_seconds import CallSeconds
     from .host.core_needs import CodingNeeds, SamplingNeeds, TiledNeeds
     from .host.core_traces import CoreCall, Prompted
     from .workflow_reading.description import Size
@@ -29,41 +31,60 @@ if TYPE_CHECKING:
 __all__ = ["CorePredictor"]
 
 Made = TypeVar("Made")
+Shape: TypeAlias = tuple[int, ...]
 
 
 class CoreTiling:
     """The tiles in which a VAE of ours decodes or encodes by core's functions; `Tiling` of the planner.
 
-    How long that takes core does not say.
+    Args:
+        batch: how many pictures are cut, one after the other.
+        times_of: returns what tiles of these shapes take, each so often, by device; kept as long as what is planned.
     """
 
-    def __init__(self, needs: TiledNeeds) -> None:
+    def __init__(
+        self,
+        needs: TiledNeeds,
+        *,
+        batch: int = 1,
+        times_of: Callable[[Mapping[Shape, int]], Mapping[str, BlockTimes]] = lambda shapes: {},
+    ) -> None:
         self.needs = needs
+        self.batch = batch
+        self.times_of = times_of
+        self.known: dict[Tiles, Mapping[str, BlockTimes]] = {}
 
     def choose(self, left_bytes: int) -> TileChoice | None:
         """Return the tiles; core makes some memory free for computing in any case, so they may take that."""
         return choose_tiles(self.needs.size, self.needs.num_bytes, max(left_bytes, self.needs.least_bytes))
 
     def num_forwards(self, tiles: Tiles) -> int:
-        return self.needs.times_cut * tiles.count(self.needs.size)
+        return self.batch * sum(self.needs.tile_shapes(tiles).values())
 
     def work(self, tiles: Tiles) -> float:
-        return self.needs.times_cut * tiles.work(self.needs.size)
+        volume = sum(count * prod(shape[2:]) for shape, count in self.needs.tile_shapes(tiles).items())
+        return volume / prod(self.needs.shape[2:])
 
     def times(self, tiles: Tiles) -> Mapping[str, BlockTimes]:
-        return {}
+        """Return what all tiles take by device: each size is traced once. Joining them, on the CPU, is not in it."""
+        if tiles not in self.known:
+            shapes = self.needs.tile_shapes(tiles)
+            self.known[tiles] = self.times_of({shape: self.batch * count for shape, count in shapes.items()})
+        return self.known[tiles]
 
 
 class CorePredictor:
     """Predicts what core reserves and computes for a call, from the files' headers; each model is made once.
 
     Args:
-        rates: by device, as far as they are known.
+        seconds: tells what traced calls take; None: nothing does.
     """
 
-    def __init__(self, rates: Mapping[str, DeviceRates] | None = None) -> None:
-        self.rates = rates or {}
+    def __init__(self, seconds: CallSeconds | None = None) -> None:
+        self.seconds = seconds or StatedSeconds({})
         self.made: dict[Any, Any] = {}
+        self.digests: dict[Any, Computed] = {}
+        """What tells a model of core's, as its loader lets it rest, from others."""
         self.traced: dict[Any, Trace | None] = {}
         """By what a call computes: models of the same shapes have one trace."""
         self.prompted: list[Prompted] = []
@@ -89,7 +110,7 @@ class CorePredictor:
     def predict_text(self, call: PlannedCall) -> Prediction | None:
         from .host.core_traces import prompted_of, text_call  # importable in ComfyUI alone
 
-        clip = self.text_encoder(call.model, call.paths) if self.rates else None
+        clip = self.text_encoder(call.model, call.paths) if self.seconds.may_trace else None
         if clip is None:
             return None
         prompt = call.use.prompt or ""
@@ -98,13 +119,11 @@ class CorePredictor:
             return None
         prompted = prompted_of(trace.output_shapes)
         self.prompted += [prompted] if prompted is not None else []
-        return Prediction(
-            activation_bytes=trace.peak_bytes, times=self.times(trace, call.component, clip.cond_stage_model)
-        )
+        return Prediction(activation_bytes=trace.peak_bytes, times=self.times(trace, call, clip.cond_stage_model))
 
     def predict_sampling(self, call: PlannedCall, size: Size) -> Prediction | None:
         from .host.core_needs import reserves_for_gpus
-        from .host.core_traces import step_call, usual_prompt
+        from .host.core_traces import usual_prompt
 
         needs, use = self.sampling(call.model, call.paths[0]), call.use
         if needs is None:
@@ -116,26 +135,54 @@ class CorePredictor:
         each = needs.latent_shape(size.width, size.height, size.frames, -(-size.batch * num_conds // num_calls))
         usual = usual_prompt(needs)
         prompted = next((each for each in self.prompted if usual is None or each.width == usual.width), usual)
-        trace = None
-        if prompted is not None:
-            trace = self.trace(
-                call,
-                needs.model,
-                lambda: step_call(needs, each, prompted),
-                (call.model.asked.weight_dtype, each, prompted),
-            )
+        trace = self.trace_step(call, needs, each, prompted) if prompted is not None else None
+        times = self.times(trace, call, needs.model, num_calls=num_calls)
+        if trace is not None and prompted is not None and not is_measured(times):
+            usual_prompted = prompted
+
+            def trace_of(shapes: Shapes) -> Trace | None:
+                latents, *others = shapes or ((),)
+                if latents[1:2] != each[1:2] or len(latents) != len(each) or not others or len(others[0]) != 3:
+                    return None
+                tokens = replace(usual_prompted, num_tokens=others[0][1])
+                return self.trace_step(call, needs, latents, tokens)
+
+            if self.trace_measured(call, needs.model, trace_of):
+                times = self.times(trace, call, needs.model, num_calls=num_calls)
         reserved_bytes = needs.num_bytes(shape, num_conds=num_conds)
         takes_reserved = trace is None or reserves_for_gpus()
         return Prediction(
             num_passes=usual_passes(use),
             activation_bytes=reserved_bytes if takes_reserved else num_calls * trace.peak_bytes,
             carried_bytes=trace.carried_bytes if trace is not None else 0,
-            times=self.times(trace, call.component, needs.model),
+            times=times,
         )
 
-    def predict_coding(self, call: PlannedCall, size: Size) -> Prediction | None:
-        from .host.core_traces import coding_call
+    def trace_step(
+        self, call: PlannedCall, needs: SamplingNeeds, latent_shape: Shape, prompted: Prompted
+    ) -> Trace | None:
+        """Return the trace of one call of a diffusion model; None as `trace`."""
+        from .host.core_traces import step_call
 
+        given = call.model.asked.weight_dtype, latent_shape, prompted
+        return self.trace(call, needs.model, lambda: step_call(needs, latent_shape, prompted), given)
+
+    def trace_measured(self, call: PlannedCall, model: Any, trace_of: Callable[[Shapes], Trace | None]) -> bool:
+        """Trace a call of the same model that was measured, for the rate that it tells; returns whether there is one.
+
+        Args:
+            model: core's, without memory.
+            trace_of: returns the trace of a call with inputs of these shapes.
+        """
+        computed = self.computed(call, model)
+        for key in self.seconds.untraced(computed):
+            trace = trace_of(key.shapes)
+            if trace is not None:
+                self.seconds.note(trace, computed)
+                return True
+        return False
+
+    def predict_coding(self, call: PlannedCall, size: Size) -> Prediction | None:
         needs, use = self.coding(call.paths[0]), call.use
         if needs is None:
             return None
@@ -145,22 +192,51 @@ class CorePredictor:
         count = needs.decode_bytes if decodes else needs.encode_bytes
         choose = needs.decode_tiles if decodes else needs.encode_tiles
         tiled = choose(size.width, size.height, size.frames)
-        trace, model = None, needs.vae.first_stage_model
+        model = needs.vae.first_stage_model
+        trace: Trace | None = None
+        whole: Shape = ()
         if use.tiling is None:  # how many tiles there are, and how large each is, core decides
-            edges = size.width, size.height, size.frames, size.batch
-            trace = self.trace(call, model, lambda: coding_call(needs, *edges, decodes=decodes), (edges, decodes))
+            shape_of = needs.latent_shape if decodes else needs.pixel_shape
+            whole = (size.batch, *shape_of(size.width, size.height, size.frames)[1:])
+            trace = self.trace_coding(call, needs, whole)
+        tiling = None
+        if tiled is not None:
+
+            def times_of(shapes: Mapping[Shape, int]) -> Mapping[str, BlockTimes]:
+                traces = [(self.trace_coding(call, needs, shape), count) for shape, count in shapes.items()]
+                return self.times(joined([(each, count) for each, count in traces if each], len(traces)), call, model)
+
+            tiling = CoreTiling(tiled, batch=size.batch, times_of=times_of)
+        times = self.times(trace, call, model)
+        if trace is not None and not is_measured(times):
+
+            def trace_of(shapes: Shapes) -> Trace | None:
+                inputs = shapes[0] if shapes else ()
+                is_alike = len(inputs) == len(whole) and inputs[1] == whole[1]
+                return self.trace_coding(call, needs, inputs) if is_alike else None
+
+            if self.trace_measured(call, model, trace_of):
+                times = self.times(trace, call, model)
         return Prediction(
             activation_bytes=count(size.width, size.height, size.frames, tile_size=tile, tile_frames=frames),
-            times=self.times(trace, call.component, model),
-            tiling=CoreTiling(tiled) if tiled is not None else None,
+            times=times,
+            tiling=tiling,
         )
+
+    def trace_coding(self, call: PlannedCall, needs: CodingNeeds, shape: Shape) -> Trace | None:
+        """Return the trace of a decode or encode of latents or pictures of a shape; None as `trace`."""
+        from .host.core_traces import coding_call
+
+        decodes = call.use.call is Call.DECODE
+        model = needs.vae.first_stage_model
+        return self.trace(call, model, lambda: coding_call(needs, shape, decodes=decodes), (shape, decodes))
 
     # -- traces
 
     def trace(
         self, call: PlannedCall, model: Any, make: Callable[[], CoreCall], given: Any, *, brings_back: bool = False
     ) -> Trace | None:
-        """Return the trace of a call; None where no rate is known, or it cannot be traced.
+        """Return the trace of a call; None where it would tell no seconds, or cannot be traced.
 
         Args:
             model: core's, without memory.
@@ -168,7 +244,7 @@ class CorePredictor:
         """
         from ..memory.tracing import Untraceable, trace_forward
 
-        if not self.rates:
+        if not self.seconds.may_trace or not self.seconds.may_tell(self.computed(call, model)):
             return None
         weights = (*call.component.blocks, call.component.non_block)
         forms = tuple((tensor.name, tensor.shape, tensor.dtype) for block in weights for tensor in block.tensors)
@@ -195,17 +271,28 @@ class CorePredictor:
 
         return paths_of_modules(model, [block.name for block in component.blocks])
 
-    def times(self, trace: Trace | None, component: Component, model: Any) -> Mapping[str, BlockTimes]:
-        """Return what a traced call computes, by device."""
+    def times(
+        self, trace: Trace | None, call: PlannedCall, model: Any, *, num_calls: int = 1
+    ) -> Mapping[str, BlockTimes]:
+        """Return what a traced call computes, by device, where a step consists of so many."""
         if trace is None:
             return {}
-        names = self.names_of(component, model)
-        if names is not None:
-            return {device: times_of(trace, component, rates, names) for device, rates in self.rates.items()}
-        return {
-            device: by_bytes(times_of(trace, component, rates).pass_s, component)
-            for device, rates in self.rates.items()
-        }
+        names = self.names_of(call.component, model)
+        return self.seconds.times(trace, call.component, self.computed(call, model), names=names, num_calls=num_calls)
+
+    def computed(self, call: PlannedCall, model: Any) -> Callable[[], Computed]:
+        """Return what tells what a call computes with, of core's model without memory."""
+        from ..memory.weights.module_component import component_from_module
+
+        key = id(model), call.model, call.component.name  # models stay as long as this
+
+        def find() -> Computed:
+            if key not in self.digests:
+                component = component_from_module(model, name=call.component.name)
+                self.digests[key] = Computed.of(component, precision_asked(call))
+            return self.digests[key]
+
+        return find
 
     # -- models without memory
 
@@ -276,8 +363,20 @@ class CorePredictor:
         )
 
 
-def by_bytes(pass_s: float, component: Component) -> BlockTimes:
-    """Return the seconds of a forward, with each block's share of them as large as its share of the weights."""
-    total_bytes = max(1, component.weight_bytes)
-    blocks = tuple(pass_s * block.weight_bytes / total_bytes for block in component.blocks)
-    return BlockTimes(blocks_s=blocks, other_s=max(0.0, pass_s - sum(blocks)))
+def is_measured(times: Mapping[str, BlockTimes]) -> bool:
+    """Whether a call itself was measured, on any device."""
+    return any(time.source == MEASURED for time in times.values())
+
+
+def joined(traces: Sequence[tuple[Trace, int]], num_shapes: int) -> Trace | None:
+    """Return calls one after the other, each so often, as one trace; its bytes are not told. None if one is missing."""
+    from ..memory.tracing import Trace
+
+    if len(traces) < num_shapes:
+        return None
+    return Trace(
+        segments=tuple(segment for trace, count in traces for segment in trace.segments * count),
+        entries=tuple(entry for trace, count in traces for entry in trace.entries * count),
+        peak_bytes=0,
+        output_bytes=0,
+    )

@@ -12,8 +12,9 @@ from ..memory.errors import InvalidInput, allowed_values
 from ..memory.manager.watermark import in_bytes
 from ..memory.options.marks import ALL, HOST
 from ..memory.options.placement import canonical_device
+from .call_seconds import MeasuredSeconds, StatedSeconds
 from .lora_headers import LoraReader, changes_by_names
-from .pipeline_predictions import PipelinePredictor
+from .pipeline_predictions import PipelinePredictor, known_seconds
 from .planned_calls import PlannedCall, Prediction, Predictor
 from .workflow_plans import WorkflowPlan, plan_workflow
 from .workflow_reading import PIPELINE, read_workflow
@@ -66,15 +67,15 @@ def plan_graph(
             machine = keep_free(machine, {asked.device: asked.marks})
     except InvalidInput as error:
         raise InvalidInput(f"{source}: {error}") from None
-    rates = hardware.rates if hardware is not None else {}
-    traces = PipelinePredictor(rates)
+    seconds = known_seconds() if hardware is None else StatedSeconds(hardware.rates)
+    traces = PipelinePredictor(seconds)
     predictors: list[Predictor] = [traces]
     read_lora: LoraReader = changes_by_names
     core: CorePredictor | None = None
     if is_in_comfyui():
         from .core_predictions import CorePredictor as Core
 
-        core = Core(rates)
+        core = Core(seconds)
         predictors.append(core)
         read_lora = core.read_lora
     try:
@@ -84,9 +85,12 @@ def plan_graph(
     why = [f"needs of {folder.name}: {reason}" for (folder, _), reason in traces.failed.items()]
     if core is not None:
         why += [f"{what}: {reason}" for what, reason in core.failed.items()]
-    elif rates and any(model.kind != PIPELINE for model in described.models):
+    elif seconds.may_trace and any(model.kind != PIPELINE for model in described.models):
         why.append("seconds of ComfyUI's own models: only ComfyUI has their code; its node Plan tells them")
-    return replace(planned, notes=(*planned.notes, *why), rated=frozenset(rates))
+    if isinstance(seconds, MeasuredSeconds):
+        seconds.remember()
+        why += [seconds.problem] if seconds.problem else []
+    return replace(planned, notes=(*planned.notes, *why), rated=seconds.rated)
 
 
 def is_in_comfyui() -> bool:

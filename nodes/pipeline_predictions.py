@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .call_seconds import Computed, MeasuredSeconds, StatedSeconds, precision_asked
 from .device_choices import accelerator_names
 from .planned_calls import PlannedCall, Prediction, calls_of, use_of
 from .workflow_reading.description import PIPELINE, Call, WorkflowUse
@@ -14,10 +16,11 @@ if TYPE_CHECKING:
     from ..memory.planner.run import BlockTimes, Tiling, Use
     from ..memory.tracing import CallTrace, Trace
     from ..memory.weights.component import Component
+    from .call_seconds import CallSeconds
     from .described_hardware import DeviceRates
     from .pipelines.sampling import Sampling
 
-__all__ = ["PipelinePredictor", "know_rates", "times_of"]
+__all__ = ["PipelinePredictor", "know_rates", "known_seconds"]
 
 
 Blocks: TypeAlias = tuple[tuple[str, tuple[str, ...]], ...]
@@ -36,12 +39,12 @@ class PipelinePredictor:
     """Predicts calls of pipelines by running their own code without weights, once for each size and cut into blocks.
 
     Args:
-        rates: by device, as far as they are known.
+        seconds: tells what traced calls take.
         loaded: the pipeline where it is loaded already.
     """
 
-    def __init__(self, rates: Mapping[str, DeviceRates], loaded: Any = None) -> None:
-        self.rates = rates
+    def __init__(self, seconds: CallSeconds, loaded: Any = None) -> None:
+        self.seconds = seconds
         self.loaded = loaded
         self.described: dict[Path, Any] = {}
         """Pipelines without weights, by folder."""
@@ -73,10 +76,11 @@ class PipelinePredictor:
         num_passes = len(calls) * (max(1, use.steps or 1) if use.call is Call.SAMPLE else 1)
         largest = max(calls, key=lambda call: call.peak_bytes)
 
-        by_device = self.rates  # what a plan keeps holds no pipeline
+        seconds, names = self.seconds, [block.name for block in component.blocks]  # what a plan keeps holds no pipeline
+        computed = cache(lambda: Computed.of(component, precision_asked(call)))
 
-        def times(trace: Trace) -> dict[str, BlockTimes]:
-            return {device: times_of(trace, component, rates) for device, rates in by_device.items()}
+        def times(trace: Trace) -> Mapping[str, BlockTimes]:
+            return seconds.times(trace, component, computed, names=names)
 
         return Prediction(
             num_passes=num_passes,
@@ -142,7 +146,7 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
         for name, module in pipe.components.items()
         if isinstance(module, nn.Module)
     ]
-    predict = PipelinePredictor(described_rates, pipe)
+    predict = PipelinePredictor(known_seconds(), pipe)
     found = []
     for model in described.models:
         if model.node.id == node_id:
@@ -151,6 +155,13 @@ def predict_uses(prompt: Any, node_id: str, pipe: Any) -> tuple[tuple[Use, ...],
                 if predicted is not None:
                     found.append(use_of(call, predicted))
     return tuple(found), {sampling.form for _, sampling, _ in predict.traced}
+
+
+def known_seconds() -> CallSeconds:
+    """Return what tells how long devices of this process compute: as was said of simulated ones, or measured."""
+    from ..memory import default_manager
+
+    return StatedSeconds(described_rates) if described_rates else MeasuredSeconds(default_manager())
 
 
 def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
@@ -171,25 +182,3 @@ def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
         guidance=sample.cfg if sample.cfg is not None else 1.0,
         seed=0,
     )
-
-
-def times_of(trace: Trace, component: Component, rates: DeviceRates, names: Sequence[str] | None = None) -> BlockTimes:
-    """Return what each block of a component computes in a traced call on a device of these rates.
-
-    Args:
-        names: what the trace calls its blocks, in their order; None: as the component does.
-    """
-    from ..memory.planner.run import BlockTimes
-    from ..memory.tracing import seconds_of
-
-    seconds = seconds_of(
-        trace,
-        flops_per_s=rates.flops_per_s,
-        memory_bytes_per_s=rates.memory_bytes_per_s,
-        launch_s=rates.launch_s,
-        link_bytes_per_s=rates.link_bytes_per_s,
-    )
-    if names is None:
-        names = [block.name for block in component.blocks]
-    blocks = tuple(seconds.blocks.get(name, 0.0) for name in names)
-    return BlockTimes(blocks_s=blocks, other_s=max(0.0, seconds.total_s - sum(blocks)))

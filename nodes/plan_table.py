@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..memory.units import format_bytes, format_seconds
+from .call_seconds import BY_RATE, MEASURED, STATED
 
 if TYPE_CHECKING:
     from ..memory.planner.capacity import Machine
@@ -19,6 +20,7 @@ COMPONENTS = ("component", "bytes", "precision", "device", "rests", "resident", 
 USES = ("run", "computes", "forwards", "each", "loads", "in", "evicts", "activations")
 DEVICES = ("device", "room", "peak", "remains")
 UNKNOWN = "unknown"
+SOURCES = {MEASURED: "as measured here", BY_RATE: "by a rate measured here", STATED: "by stated speeds"}
 RESTS = {"device": "device", "pinned": "pinned RAM", "host": "RAM", "disk": "file"}
 
 
@@ -28,19 +30,20 @@ def plan_text(
     machine: Machine,
     placements: Mapping[str, str] | None = None,
     *,
-    rated: Collection[str] = (),
+    rated: Collection[str] | None = (),
 ) -> str:
     """Return plans of one machine as text: tables first, then the reasons, last what gives the same plan again.
 
     Args:
         plans: by what they are for, such as the node that loads.
         placements: for some of them, the placement as their node takes it.
-        rated: the devices of which is known how fast they compute.
+        rated: the devices of which was said how fast they compute; None: on this machine that is measured.
     """
     parts = [part for plan in plans.values() for part in plan.components]
     blocks = [table([COMPONENTS, *(row for part in parts for row in component_rows(part))])]
     if run is not None:
-        blocks.append(table([USES, *map(use_row, run.uses)]) + f"\n{total_line(run, machine, rated)}")
+        lines = [total_line(run, machine, rated), *sources(run)]
+        blocks.append("\n".join([table([USES, *map(use_row, run.uses)]), *lines]))
     rows = [DEVICES, *device_rows(parts, run, machine)]
     limits = budget_column(plans, machine)
     peaks = table([(*row, *limits[index : index + 1]) for index, row in enumerate(rows)])
@@ -122,7 +125,7 @@ def seconds_text(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
-def total_line(run: RunPlan, machine: Machine, rated: Collection[str]) -> str:
+def total_line(run: RunPlan, machine: Machine, rated: Collection[str] | None) -> str:
     """Return what the run takes, in words, or what is missing to say it."""
     if run.seconds is None:
         return f"time unknown: {'; '.join(unknown_times(run, machine, rated))}"
@@ -134,21 +137,38 @@ def total_line(run: RunPlan, machine: Machine, rated: Collection[str]) -> str:
     )
 
 
-def unknown_times(run: RunPlan, machine: Machine, rated: Collection[str]) -> Iterator[str]:
+def sources(run: RunPlan) -> Iterator[str]:
+    """Yield, in one line, where the seconds of forwards are from."""
+    found: dict[str, dict[str, None]] = {}
+    for use in run.uses:
+        if use.source:
+            found.setdefault(use.source, {})[use.use.component] = None
+    told = [f"{in_a_row([*names])} {SOURCES.get(source, source)}" for source, names in found.items()]
+    if told:
+        yield f"seconds of forwards: {'; '.join(told)}"
+
+
+def unknown_times(run: RunPlan, machine: Machine, rated: Collection[str] | None) -> Iterator[str]:
     """Yield what is not known without which there are no seconds, in a few words each."""
     unrated: dict[str, None] = {}
     unlinked: dict[str, None] = {}
     untraced: dict[str, None] = {}
+    unmeasured: dict[str, None] = {}
     for use in (use for use in run.uses if use.seconds is None):
         devices = list(use.held) or ["cpu"]
-        slow = [device for device in devices if device not in rated and use.pass_s is None]
+        slow = [device for device in devices if rated is not None and device not in rated and use.pass_s is None]
         far = [device for device in use.held if machine.device(device).link_bytes_per_s is None]
         unrated |= dict.fromkeys(slow)
         unlinked |= dict.fromkeys(far)
-        if use.pass_s is None and not slow and not far:
+        if rated is None and use.pass_s is None and any(device not in use.use.times for device in devices):
+            unmeasured[use.use.component] = None
+        elif use.pass_s is None and not slow and not far:
             untraced[use.use.component] = None
     if untraced:
         yield f"what {in_a_row([*untraced])} compute{'s' * (len(untraced) == 1)} is not known"
+    if unmeasured:
+        verb = "takes" if len(unmeasured) == 1 else "take"
+        yield f"how long {in_a_row([*unmeasured])} {verb} was not measured here yet, which runs do"
     if unrated:
         yield f"how fast {in_a_row([*unrated])} compute{'s' * (len(unrated) == 1)} was neither said nor measured"
     if unlinked:

@@ -61,8 +61,8 @@ class WorkflowPlan:
     """What was chosen for the loaders of ComfyUI's models that say ``auto``, by the ids of their nodes."""
     notes: tuple[str, ...] = ()
     """What of the workflow is not planned, or planned with less than its nodes will know; a line each."""
-    rated: frozenset[str] = frozenset()
-    """The devices of which is known how fast they compute."""
+    rated: frozenset[str] | None = frozenset()
+    """The devices of which was said how fast they compute; None: on this machine that is measured."""
 
     def text(self) -> str:
         """Return it as tables and lines for people."""

@@ -110,6 +110,15 @@ def no_links_remembered() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_calls_remembered() -> None:
+    """Calls that another test measured would tell seconds to plans."""
+    default = sys.modules.get("highwater.memory.manager.default")
+    manager = default.existing_manager() if default is not None else None
+    if manager is not None:
+        manager.capacity.speeds.known.clear()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def devices_as_installed() -> Iterator[None]:
     """Leave no small simulated devices to the next module: where there are any they are as `sim` installs them."""

@@ -9,6 +9,9 @@ __all__, __getattr__ = lazy_names(
     {
         "oom_message": ["read_shortage"],
         "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
+        "needs": ["digest_component"],
+        "speeds": ["CallKey", "MeasuredCall", "Speeds", "main_dtype"],
+        "speeds_file": ["SPEEDS_FILE_NAME", "SpeedsFile"],
         "block_sizes": ["plan_in_blocks"],
         "module_plans": ["Draft", "bytes_in_ram", "plan_modules", "with_file"],
         "vae_room": ["VaePlace", "VaeRoom"],

@@ -91,6 +91,7 @@ class Attacher:
             self.sharing.take_back(member, module)
             raise
         member.use(managed)
+        managed.forwards.clock.go_on_with(self.capacity.speeds.calls_left(member.id, managed.primary.name))
         managed.packing.measure()
 
     def refuse_unsuitable(

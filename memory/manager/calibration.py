@@ -25,10 +25,15 @@ NO_PLAN = "no plan leaves more"
 
 def learn_times(member: Member, capacity: LiveCapacity) -> None:
     """Store the times that a component's passes measured. With the times of all its blocks it is planned again."""
+    clock = member.managed.forwards.clock
+    for call, call_s in clock.take() if clock.ended else ():
+        capacity.note_call(member, call, call_s, of_blocks=False)
     for share in member.managed.shares:
         seconds = share.times.take()
         if seconds is not None:
             member.note_times(share.device.name, seconds)
+            if share.times.call is not None:
+                capacity.note_call(member, share.times.call, sum(seconds.values()), of_blocks=True)
         for is_pinned, speed in share.take_speeds().items():
             if capacity.note_link(share.device, speed, is_pinned=is_pinned):
                 member.outdate_plan()

@@ -32,10 +32,12 @@ from .look_ahead import LookAhead
 from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
+from .speeds import Speeds
+from .speeds_file import SpeedsFile
 from .steered import SteeredComponent
 from .thrashing import note_return
 
-__all__ = ["Leases", "MemberManager", "write_needs"]
+__all__ = ["Leases", "MemberManager", "write_needs", "write_speeds"]
 
 
 class Leases:
@@ -43,6 +45,7 @@ class Leases:
 
     Args:
         needs_file: the file of learned needs of forwards; None: they are kept in memory only.
+        speeds_file: that of measured calls.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Leases:
         idle: IdleUnloading,
         sharing: CardSharing,
         needs_file: NeedsFile | None,
+        speeds_file: SpeedsFile | None = None,
     ) -> None:
         self.lock = lock
         self.sharing = sharing
@@ -62,7 +66,7 @@ class Leases:
         self.event_log = admission.event_log
         self.measures = admission.measures
         self.ledger = admission.ledger
-        self.needs_file = needs_file
+        self.needs_file, self.speeds_file = needs_file, speeds_file
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
         """The members with leases, by id."""
@@ -241,7 +245,7 @@ class Leases:
             if holder in member.leases:
                 self.learn_and_discard(member, holder)
         # During a run this waits for its end, unless the forward failed: the process may exit then.
-        if self.capacity.needs.changed:
+        if self.capacity.needs.changed or self.capacity.speeds.changed:
             failed = isinstance(holder, Pass) and holder.error is not None
             if failed or not self.event_log.is_running:
                 self.remember()
@@ -390,9 +394,17 @@ class Leases:
         return show
 
     def remember(self) -> None:
-        """Write learned needs of forwards to their file. If that fails, they are written the next time."""
+        """Write learned needs and times of forwards to their files. If that fails, they are written the next time."""
         if self.needs_file is not None and self.capacity.needs.changed:
             write_needs(self.capacity.needs, self.needs_file)
+        if self.speeds_file is not None and self.capacity.speeds.changed:
+            write_speeds(self.capacity.speeds, self.speeds_file)
+
+    def learn_all_times(self) -> None:
+        """Take what passes have timed of components that do not compute now; the caller holds the lock."""
+        for member in list(self.members.values()):
+            if not member.leases:
+                learn_times(member, self.capacity)
 
 
 class MemberManager:
@@ -438,3 +450,10 @@ def write_needs(needs: Needs, file: NeedsFile) -> None:
     changed = needs.take_changed()
     if changed and not file.write(changed):
         needs.keep_changed((key, size) for key, size, _ in changed)
+
+
+def write_speeds(speeds: Speeds, file: SpeedsFile) -> None:
+    """Write measured calls to their file. If that fails, they stay marked as changed."""
+    changed = speeds.take_changed()
+    if changed and not file.write(changed):
+        speeds.keep_changed(changed)

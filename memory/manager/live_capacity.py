@@ -17,6 +17,7 @@ from ..planner.plan import ComponentPlan
 from ..planner.replanning import confirm_plan, replan
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.input_size import Size
+from ..tracing.call_shapes import Shapes
 from ..transfer.devices import Device, HostMemory, peers_of
 from ..transfer.link_speed import known_link, link_bytes_per_s
 from ..transfer.pinned_memory import pin_limit_bytes
@@ -33,6 +34,7 @@ from .needs import Key, Needs, digest_component, digest_device
 from .policies.candidate import Candidate, EvictionPolicy
 from .policies.newcomer import Newcomer
 from .reload_times import ReloadTimes
+from .speeds import CallKey, Speeds, digest_speed, main_dtype
 from .steered import Steered
 from .watermark import Watermark, WatermarkReport, Watermarks, unlearned_bytes
 
@@ -62,6 +64,8 @@ class LiveCapacity:
         self.kept = KeptWeights(members, self.ledger, self.event_log, self.forecast, policy)
         self.needs = Needs()
         self.device_digests: dict[str, str] = {}
+        self.speeds = Speeds()
+        self.speed_digests: dict[str, str] = {}
         self.links = {
             name: speed
             for name, device in devices.items()
@@ -152,6 +156,29 @@ class LiveCapacity:
         if device not in self.device_digests:
             self.device_digests[device] = digest_device(self.devices[device])
         return digest, self.device_digests[device]
+
+    def speed_digest(self, device: str) -> str:
+        """Return what measured calls name a device by."""
+        if device not in self.speed_digests:
+            self.speed_digests[device] = digest_speed(self.devices[device])
+        return self.speed_digests[device]
+
+    def note_call(self, member: Member, call: tuple[int, Shapes], seconds: float, *, of_blocks: bool) -> None:
+        """Store how long a member's device computed for a call, given by its entry and the shapes of its inputs."""
+        managed = member.managed
+        component, device = managed.component, managed.primary.name
+        precision = managed.plan.precision
+        self.speeds.note(
+            CallKey(
+                component=self.key_of(component, device, member)[0],
+                device=self.speed_digest(device),
+                dtype=main_dtype(component, "" if precision.is_as_stored else precision.name),
+                entry=call[0],
+                shapes=call[1],
+            ),
+            seconds,
+            of_blocks=of_blocks,
+        )
 
     def expect(self, member: Member, num_bytes: int) -> bool:
         """Note what forwards to come are predicted to take on a member's first device; returns whether it is news."""

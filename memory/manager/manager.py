@@ -33,7 +33,7 @@ from .growth import Growth
 from .hosting import Hosting
 from .idle_unloading import IdleUnloading
 from .known_loadings import KeptOfLoading
-from .leases import Leases, write_needs
+from .leases import Leases, write_needs, write_speeds
 from .lending import Lending
 from .live_capacity import LiveCapacity
 from .measures import Measures
@@ -48,6 +48,7 @@ from .registry import Registry
 from .report import DeviceReport
 from .reporter import Reporter
 from .runs_file import RUNS_FILE_NAME, RunsFile
+from .speeds_file import SPEEDS_FILE_NAME, SpeedsFile
 from .steered import Steered
 from .thrashing import note_uses_of_steered
 from .user_commands import UserCommands
@@ -101,7 +102,8 @@ class MemoryManager:
         self.growth = Growth(self.members, self.steered, self.event_log, *stored_runs(needs_file))
         self.idle = IdleUnloading(self.admission)
         self.sharing = CardSharing(self.admission)
-        self.leases = Leases(self.lock, self.admission, self.idle, self.sharing, needs_file)
+        speeds_file = stored_speeds(needs_file)
+        self.leases = Leases(self.lock, self.admission, self.idle, self.sharing, needs_file, speeds_file)
         self.kept = self.capacity.kept
         self.attacher = Attacher(self.capacity, self.leases)
         self.registry = Registry(self.capacity, self.leases, self.attacher)
@@ -115,6 +117,10 @@ class MemoryManager:
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())
             weakref.finalize(self, write_needs, self.capacity.needs, needs_file)  # also as the process ends
+        if speeds_file is not None:
+            self.capacity.speeds.restore(speeds_file.read().items())
+            self.capacity.speeds.note_problem(speeds_file.problem)
+            weakref.finalize(self, write_speeds, self.capacity.speeds, speeds_file)
         if shared_folder is not None:
             self.sharing.join(shared_folder)
             weakref.finalize(self, self.capacity.neighbours.leave)
@@ -395,6 +401,7 @@ class MemoryManager:
                 self.growth.end_run(self.event_log.runs[-1].name, self.measures.used_in_run)
                 self.admission.keep_marks()
             self.measures.end_run()
+            self.leases.learn_all_times()
             self.idle.trim(moves_hosted=True)
             self.idle.unload_used(moves_hosted=True)
             self.sharing.end_run()
@@ -458,6 +465,13 @@ class MemoryManager:
         with self.exclusive():
             report = self.reporter.recent(number)
         return report().to_json()
+
+
+def stored_speeds(needs_file: NeedsFile | None) -> SpeedsFile | None:
+    """Return the file of measured calls beside that of needs."""
+    if needs_file is None:
+        return None
+    return SpeedsFile(needs_file.path.parent / SPEEDS_FILE_NAME, needs_file.version)
 
 
 def stored_runs(needs_file: NeedsFile | None) -> tuple[RunsFile | None, dict[str, str]]:

@@ -32,6 +32,7 @@ from ..runtime.forwards.input_size import Size
 from ..user_folders import cache_folder
 from .needs import Key, Need
 from .runs_file import RUNS_FILE_NAME
+from .speeds_file import SPEEDS_FILE_NAME
 
 __all__ = ["NeedsFile", "cache_path"]
 
@@ -186,7 +187,7 @@ class NeedsFile:
         return False
 
     def reset(self) -> int:
-        """Delete all learned needs, in our own folder also the runs beside them; returns how many needs there were.
+        """Delete all learned needs, in our own folder also runs and times; returns how many needs there were.
 
         Raises:
             InvalidInput: the file cannot be changed, or the user named a file that is not ours.
@@ -194,7 +195,8 @@ class NeedsFile:
         num_needs = 0
         try:
             if self.begins_anew:
-                (self.path.parent / RUNS_FILE_NAME).unlink(missing_ok=True)
+                for name in (RUNS_FILE_NAME, SPEEDS_FILE_NAME):
+                    (self.path.parent / name).unlink(missing_ok=True)
             if os.path.lexists(self.path):
                 num_needs = len(self.look())
                 with self.opened(writes=True) as database:

@@ -35,6 +35,8 @@ class BlockTimes:
     other_s: float = 0.0
     launch_s: float = 0.0
     """What of the forward is the host's time to launch it: calls that compute at the same time share the host."""
+    source: str = ""
+    """Where these are from, in a word or two, such as ``measured``; it changes nothing."""
 
     @property
     def pass_s(self) -> float:

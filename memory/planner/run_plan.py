@@ -60,6 +60,15 @@ class UsePlan:
     """By device, what each component has there while it computes; its own devices alone, its home first."""
 
     @property
+    def source(self) -> str:
+        """Where the seconds of its forwards are from; empty where that is not said, or they are not known."""
+        times = self.use.times
+        if self.in_tiles is not None and self.use.tiling is not None:
+            times = self.use.tiling.times(self.in_tiles.tiles)
+        found = times.get(next(iter(self.loaded), "cpu"))
+        return found.source if found is not None and self.pass_s is not None else ""
+
+    @property
     def seconds(self) -> float | None:
         """What the use takes, with what is loaded for it; None where either is not known."""
         if self.pass_s is None or self.load_s is None:
@@ -101,6 +110,7 @@ class UsePlan:
             "in_tiles_bytes": beside_tiles(self.use, self.in_tiles) if self.in_tiles is not None else None,
             "tiles": self.in_tiles.tiles.text() if self.in_tiles is not None else None,
             "pass_s": self.pass_s,
+            "pass_s_from": self.source,
             "load_s": self.load_s,
             "loaded_bytes": dict(self.loaded),
             "evicted": [

@@ -15,7 +15,16 @@ from math import prod
 from ..errors import InvalidInput, require
 from ..units import align_up, format_bytes
 
-__all__ = ["LEAST_PIXELS", "TileChoice", "TileCost", "TiledSize", "Tiles", "choose_tiles", "halve_tiles"]
+__all__ = [
+    "LEAST_PIXELS",
+    "TileChoice",
+    "TileCost",
+    "TiledSize",
+    "Tiles",
+    "choose_tiles",
+    "halve_tiles",
+    "tile_lengths",
+]
 
 # What ComfyUI's own widget steps by: sizes between two of these are not worth another try.
 STEP_PIXELS = 32
@@ -108,7 +117,7 @@ class Tiles:
             (size.width, self.pixels, self.overlap_pixels),
             (size.frames, self.frames, self.overlap_frames),
         ):
-            yield pieces(length, tile, overlap), length
+            yield tile_lengths(length, tile, overlap), length
 
     def text(self) -> str:
         """Return the tiles as text, such as ``512 px, overlap 128``."""
@@ -194,7 +203,7 @@ def frame_counts(size: TiledSize) -> Iterator[int]:
         yield latents * size.frames_per_latent
 
 
-def pieces(length: int, tile: int, overlap: int) -> list[int]:
+def tile_lengths(length: int, tile: int, overlap: int) -> list[int]:
     """Return the lengths of the tiles along a side, in order: each begins where the one before has its overlap."""
     if length <= tile:
         return [length]

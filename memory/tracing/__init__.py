@@ -7,7 +7,8 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "trace": ["BlockTrace", "Kernel", "Segment", "Trace", "Untraceable"],
+        "call_shapes": ["Shapes", "shapes_of"],
+        "trace": ["BlockTrace", "EntryTrace", "Kernel", "Segment", "Trace", "Untraceable", "Work"],
         "forward_seconds": ["BlockSeconds", "Seconds", "seconds_of"],
         "meta_twin": ["meta_like"],
         "forward_trace": ["Activations", "trace_forward"],

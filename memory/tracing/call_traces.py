@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import reason_of
+from .entries import follow_entries
 from .forward_trace import follow_blocks, tensors_of
 from .meta_twin import make_twin
 from .recorder import Recorder
@@ -62,6 +63,7 @@ def trace_calls(
     for name, twin in twins.items():
         follow_blocks(recorder, twin, (blocks or {}).get(name))
         calls.follow(name, twin)
+        follow_entries(recorder, twin)
     try:
         with torch.inference_mode(), recorder:
             run(twins)

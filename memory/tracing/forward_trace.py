@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import reason_of
 from ..weights.module_component import component_from_module
+from .entries import follow_entries
 from .known_values import known_of
 from .meta_twin import make_twin, with_values
 from .recorder import Recorder
@@ -61,6 +62,7 @@ def trace_twin(
 ) -> Trace:
     recorder = Recorder(brings_back=brings_back)
     follow_blocks(recorder, twin, blocks)
+    follow_entries(recorder, twin)
     call = twin if method == "forward" else getattr(twin, method)
     args, kwargs = tree_map_only(torch.Tensor, with_values, (tuple(args), dict(kwargs)))
     try:

@@ -22,7 +22,7 @@ from .known_values import KnownValues, tensors_in
 from .meta_twin import meta_like
 from .operator_costs import GATHERS, INDEXING, SIZED_BY_VALUES, How, Operator, attend, bytes_of, flops_of, operator_of
 from .result_forms import ResultForms
-from .trace import Kernel, Segment, Trace, Untraceable
+from .trace import EntryTrace, Kernel, Segment, Trace, Untraceable
 
 __all__ = ["Recorder"]
 
@@ -50,6 +50,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stack: list[str] = []
         self.carried: list[tuple[int, int]] = []
         """What each block returned, in bytes, behind so many segments."""
+        self.entries: list[tuple[int, EntryTrace]] = []
+        """The passes that an engine would see, each with the number of segments before it."""
         self.kernels: list[Kernel] = []
         self.entry_bytes = self.segment_peak = 0
         self.interned: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
@@ -101,6 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             output_bytes=self.held_of(outputs),
             output_shapes=tuple(tuple(tensor.shape) for tensor in outputs),
             carried_bytes=max((num_bytes for number, num_bytes in self.carried if number > num_before), default=0),
+            entries=tuple(entry for number, entry in self.entries if number >= num_before),
         )
 
     # -- memory

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import one_line
+from .call_shapes import Shapes
 
-__all__ = ["BlockTrace", "Kernel", "Segment", "Trace", "Untraceable"]
+__all__ = ["BlockTrace", "EntryTrace", "Kernel", "Segment", "Trace", "Untraceable", "Work"]
 
 
 class Untraceable(RuntimeError):
@@ -44,6 +45,34 @@ class Segment:
     """The most that it holds meanwhile."""
 
 
+class Work(NamedTuple):
+    """How much a device does: of each a device takes some time, which decides which one it takes most for."""
+
+    flops: int
+    traffic_bytes: int
+    num_kernels: int
+
+    @classmethod
+    def of(cls, kernels: Iterable[Kernel]) -> Work:
+        """Return it of what computes; copies between host and device are none of it."""
+        computing = [kernel for kernel in kernels if not kernel.link_bytes]
+        traffic_bytes = sum(kernel.traffic_bytes for kernel in computing)
+        return cls(sum(kernel.flops for kernel in computing), traffic_bytes, len(computing))
+
+    def times(self, factor: float) -> Work:
+        """Return so many times as much."""
+        return Work(*(round(number * factor) for number in self))
+
+
+class EntryTrace(NamedTuple):
+    """One call of a module or, from outside of it, of one of its direct children: as an engine sees passes begin."""
+
+    number: int
+    """0 for the module, 1 and up for its children."""
+    shapes: Shapes
+    work: Work
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTrace:
     """All that runs in one block, in however many calls."""
@@ -70,10 +99,21 @@ class Trace:
     """Of the tensors that it returns, in order."""
     carried_bytes: int = 0
     """The most that a block returns: what the blocks hand on to each other."""
+    entries: tuple[EntryTrace, ...] = ()
+    """The passes of which the call consists, in order."""
 
     @property
     def flops(self) -> int:
         return sum(kernel.flops for segment in self.segments for kernel in segment.kernels)
+
+    @cached_property
+    def work(self) -> Work:
+        return Work.of(kernel for segment in self.segments for kernel in segment.kernels)
+
+    @cached_property
+    def work_of_blocks(self) -> Work:
+        """Without what lies between the blocks."""
+        return Work.of(kernel for segment in self.segments if segment.block for kernel in segment.kernels)
 
     @property
     def traffic_bytes(self) -> int:

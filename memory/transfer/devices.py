@@ -314,6 +314,11 @@ class Device:
         if not (self.is_cpu or self.is_uncounted):
             self.module.reset_peak_memory_stats(self.torch_device)
 
+    def is_recorded(self) -> bool:
+        """Whether what is launched on the current stream is recorded for later, as by CUDA graphs."""
+        find = None if self.is_cpu else getattr(self.module, "is_current_stream_capturing", None)
+        return find is not None and bool(find())
+
     def empty_cache(self) -> None:
         """Give the cached bytes of torch's allocator back to the driver. Does nothing for the CPU."""
         if not self.is_cpu:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..units import MIB
 from .devices import Device
 
-__all__ = ["TELLING_BYTES", "CopySpeeds", "PassTimes", "Stopwatch", "WaitTimes"]
+__all__ = ["TELLING_BYTES", "CallTimes", "CopySpeeds", "PassTimes", "Stopwatch", "WaitTimes"]
 
 # Smaller copies are not timed: their time depends more on the launch than on the link.
 TELLING_BYTES = 2 * MIB
@@ -21,6 +22,12 @@ NUM_TIMED = 2
 TIMED_PASS = 2
 # Of so many passes one tells how long computing waits for copies.
 TIMED_OF = 8
+# Of the calls of one size the second is timed, and then one of so many.
+TIMED_OF_CALLS = 16
+# The sizes of which calls are counted; with more of them it begins anew.
+MAX_COUNTED = 64
+# So many calls may be over and not taken yet.
+MAX_ENDED = 16
 # Timing ends after so many passes that skipped blocks.
 MAX_PARTIAL = 8
 
@@ -54,6 +61,71 @@ class Stopwatch(Generic[Key]):
         return {key: start.elapsed_time(stop) / 1000 for key, (start, stop) in stopped.items()}
 
 
+class CallTimes:
+    """The seconds of whole calls that find all weights on one device: of each size the second, then one of some.
+
+    Two events on the stream that computes, read when both are over; on the CPU, where a call ends as it returns, a
+    clock. What of a call the device waits for its host is in it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.left: dict[Hashable, int] = {}
+        """By size, how many calls are left until one is timed."""
+        self.open: tuple[Any, float | torch.Event] | None = None
+        """What is timed now, and when it began."""
+        self.ended: list[tuple[Any, float | torch.Event, float | torch.Event]] = []
+        """What was timed and is not taken yet, in order."""
+
+    def go_on_with(self, left: dict[Hashable, int]) -> None:
+        """Count calls where those of the same component were counted before it came back as another object."""
+        self.left = left
+
+    def is_due(self, size: Hashable) -> bool:
+        """Count a call; returns whether it is to be timed."""
+        left = self.left.get(size, 1)
+        if left:
+            if size not in self.left and len(self.left) >= MAX_COUNTED:
+                self.left.clear()
+            self.left[size] = left - 1
+            return False
+        if len(self.ended) >= MAX_ENDED or self.device.is_recorded():
+            return False
+        self.left[size] = TIMED_OF_CALLS - 1
+        return True
+
+    def start(self, key: Hashable) -> None:
+        """Begin to time a call."""
+        self.open = key, self.mark()
+
+    def stop(self, *, completed: bool) -> None:
+        """End what is timed; it counts only if it completed."""
+        timed, self.open = self.open, None
+        if timed is not None and completed:
+            self.ended.append((*timed, self.mark()))
+
+    def take(self) -> list[tuple[Any, float]]:
+        """Return what was timed and its seconds, each once, as far as it is over."""
+        taken: list[tuple[Any, float]] = []
+        while self.ended:
+            key, began, ended = self.ended[0]
+            if isinstance(began, torch.Event) and isinstance(ended, torch.Event):
+                if not ended.query():
+                    break
+                taken.append((key, began.elapsed_time(ended) / 1000))
+            elif isinstance(began, float) and isinstance(ended, float):
+                taken.append((key, ended - began))
+            del self.ended[0]
+        return taken
+
+    def mark(self) -> float | torch.Event:
+        if self.device.is_cpu:
+            return time.perf_counter()
+        event = torch.Event(device=self.device.torch_device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device.torch_device.index))
+        return event
+
+
 class PassTimes:
     """The seconds that each block of one device computes, taken in one pass after each loading.
 
@@ -67,6 +139,12 @@ class PassTimes:
         self.passes = self.num_partial = 0
         self.watch: Stopwatch[int] | None = None
         """While a pass is timed, and until its times are taken."""
+        self.call: Any = None
+        """Which call that is, or was."""
+
+    def note_call(self, call: Any) -> None:
+        """Note which call is timed."""
+        self.call = call
 
     def start_over(self) -> None:
         """Time another pass: the component was loaded in another form."""
@@ -76,7 +154,7 @@ class PassTimes:
         """Time the pass that begins, if it is the one to time."""
         self.passes += 1
         if self.passes == TIMED_PASS and not self.device.is_cpu:
-            self.watch = Stopwatch(self.device)
+            self.watch, self.call = Stopwatch(self.device), None
 
     def start(self, block: int, stream: torch.Stream) -> None:
         """Begin to time a block, decoding included: its copy has arrived."""

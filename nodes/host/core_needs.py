@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...memory.errors import InvalidInput, reason_of
 from ...memory.hosted_component import TiledSize, Tiles
-from .vae_sizes import cuts_well, decoded_size, encoded_size, tile_bytes
+from .vae_sizes import cuts_well, decoded_size, encoded_size, tile_bytes, tile_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +45,6 @@ LARGEST_READ_BYTES = 16384
 # Of tokenizers, which files of text encoders have as vectors of bytes.
 LARGEST_TOKENIZER_BYTES = 64 << 20
 NO_OP = "for .*: copying from a non-meta parameter in the checkpoint to a meta parameter"
-# Images, by the dimensions of their latents: in squares, and in tiles of twice the width and of twice the height.
-TIMES_CUT = {4: 3}
 VAE_PREFIXES = ("first_stage_model.", "vae.")
 CORES_OPTIONS: dict[str, dict[str, Any]] = {
     "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
@@ -97,8 +95,10 @@ class TiledNeeds:
     size: TiledSize
     num_bytes: Callable[[Tiles | None], int]
     """Returns the bytes of the largest tile; None: in one piece."""
-    times_cut: int
-    """How often core computes all of it, each time in tiles of another form."""
+    shape: tuple[int, ...]
+    """Of one picture or video, as core cuts it."""
+    tile_shapes: Callable[[Tiles], Mapping[tuple[int, ...], int]]
+    """Returns the shapes of the tiles, and how many there are of each."""
     least_bytes: int
     """What core makes free for computing in any case."""
 
@@ -116,6 +116,10 @@ class CodingNeeds:
         if self.vae.latent_dim == 3:
             edges.insert(0, (frames - 1) // (self.vae.temporal_compression_decode() or 1) + 1)
         return (1, self.vae.latent_channels, *edges)
+
+    def pixel_shape(self, width: int, height: int, frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of one picture or video that is encoded."""
+        return (1, 3, *((frames,) if self.vae.latent_dim == 3 else ()), height, width)
 
     def decode_bytes(
         self, width: int, height: int, frames: int = 1, *, tile_size: int | None = None, tile_frames: int | None = None
@@ -136,7 +140,7 @@ class CodingNeeds:
     def encode_tiles(self, width: int, height: int, frames: int = 1) -> TiledNeeds | None:
         """Return what tiles of one picture or video that a VAE of ours encodes need; as `decode_tiles`."""
         vae = self.vae
-        shape = (1, 3, *((frames,) if vae.latent_dim == 3 else ()), height, width)
+        shape = self.pixel_shape(width, height, frames)
         size = encoded_size(vae, shape) if cuts_well(vae, len(shape) - 2) else None
         return None if size is None else needs_in_tiles(size, vae.memory_used_encode, vae.vae_dtype, shape, 1, 1)
 
@@ -145,8 +149,7 @@ class CodingNeeds:
     ) -> int:
         """Return what core reserves to encode one picture or video of so many pixels, or one tile of it."""
         width, height, frames = tile_of(width, height, frames, tile_size, tile_frames)
-        edges = (frames, height, width) if self.vae.latent_dim == 3 else (height, width)
-        return int(self.vae.memory_used_encode((1, 3, *edges), self.vae.vae_dtype))
+        return int(self.vae.memory_used_encode(self.pixel_shape(width, height, frames), self.vae.vae_dtype))
 
 
 def reserves_for_gpus() -> bool:
@@ -161,7 +164,8 @@ def needs_in_tiles(size: TiledSize, *counted: Any) -> TiledNeeds:
     return TiledNeeds(
         size=size,
         num_bytes=cache(lambda tiles: tile_bytes(memory_used, dtype, shape, tiles, per_latent, frames_per_latent)),
-        times_cut=TIMES_CUT.get(len(shape), 1),
+        shape=tuple(shape),
+        tile_shapes=cache(lambda tiles: tile_shapes(shape, tiles, per_latent, frames_per_latent)),
         least_bytes=int(kept),
     )
 

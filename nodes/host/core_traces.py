@@ -119,15 +119,11 @@ def in_one_kernel(_chosen: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return attention_pytorch(*args, **kwargs)
 
 
-def coding_call(needs: CodingNeeds, width: int, height: int, frames: int, batch: int, *, decodes: bool) -> CoreCall:
-    """Return a VAE's decode or encode of so many pictures, or of a video, at once."""
+def coding_call(needs: CodingNeeds, shape: Sequence[int], *, decodes: bool) -> CoreCall:
+    """Return a VAE's decode of latents, or encode of pictures, of a shape."""
     vae = needs.vae
     set_vae_attention(vae.first_stage_model)
-    if decodes:
-        shape = (batch, *needs.latent_shape(width, height, frames)[1:])
-    else:
-        shape = (batch, 3, *((frames,) if vae.latent_dim == 3 else ()), height, width)
-    source = torch.empty(shape, dtype=vae.vae_dtype, device="meta")
+    source = torch.empty(tuple(shape), dtype=vae.vae_dtype, device="meta")
     return CoreCall(model=vae.first_stage_model, method="decode" if decodes else "encode", args=(source,))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
-from ...memory.hosted_component import TiledSize, Tiles
+from ...memory.hosted_component import TiledSize, Tiles, tile_lengths
 
-__all__ = ["cuts_well", "decoded_size", "encoded_size", "tile_bytes"]
+__all__ = ["cuts_well", "decoded_size", "encoded_size", "tile_bytes", "tile_shapes"]
 
 
 def cuts_well(vae: Any, num_dims: int) -> bool:
@@ -64,12 +66,34 @@ def tile_bytes(
     """
     if tiles is None:
         return int(memory_used(tuple(shape), dtype))
-    side = tiles.pixels // per_latent
-    cuts = [(side, side)]
-    if len(shape) == 4:
-        cuts += [(side // 2, side * 2), (side * 2, side // 2)]
     frames = [min(shape[2], tiles.frames // frames_per_latent)] if len(shape) == 5 else []
     return max(
         int(memory_used((*shape[:2], *frames, min(shape[-2], height), min(shape[-1], width)), dtype))
-        for height, width in cuts
+        for height, width in cuts_of(shape, tiles, per_latent)
     )
+
+
+def cuts_of(shape: Sequence[int], tiles: Tiles, per_latent: int) -> list[tuple[int, int]]:
+    """Return height and width of the tiles in which core computes a shape, all of it once in each."""
+    side = tiles.pixels // per_latent
+    return [(side, side), *([(side // 2, side * 2), (side * 2, side // 2)] if len(shape) == 4 else [])]
+
+
+def tile_shapes(
+    shape: Sequence[int], tiles: Tiles, per_latent: int, frames_per_latent: int
+) -> Counter[tuple[int, ...]]:
+    """Return the shapes of the tiles that core cuts one picture or video of a shape into, and how many of each.
+
+    Args:
+        per_latent, frames_per_latent: as of `tile_bytes`.
+    """
+    overlap = tiles.overlap_pixels // per_latent
+    frames = [list(shape[2:-2])]
+    if len(shape) == 5 and tiles.overlap_frames:
+        length, step = tiles.frames // frames_per_latent, tiles.overlap_frames // frames_per_latent
+        frames = [[part] for part in tile_lengths(shape[2], max(2, length), max(1, step))]
+    found: Counter[tuple[int, ...]] = Counter()
+    for height, width in cuts_of(shape, tiles, per_latent):
+        edges = tile_lengths(shape[-2], height, overlap), tile_lengths(shape[-1], width, overlap)
+        found.update((1, shape[1], *run, *edge) for run, *edge in product(frames, *edges))
+    return found

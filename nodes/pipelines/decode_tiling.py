@@ -131,8 +131,9 @@ class DecodeTiling:
         """Return the tiles one after the other as a trace, and what joins them. Its bytes are not told."""
         counted = Counter(itertools.product(*self.pieces(tiles)))
         segments = [segment for piece, times in counted.items() for segment in self.trace_of(piece).segments * times]
+        entries = [entry for piece, times in counted.items() for entry in self.trace_of(piece).entries * times]
         joins = Segment(block="", kernels=tuple(self.joins(tiles)), entry_bytes=0, peak_bytes=0)
-        return Trace(segments=(*segments, joins), peak_bytes=0, output_bytes=0)
+        return Trace(segments=(*segments, joins), peak_bytes=0, output_bytes=0, entries=tuple(entries))
 
     def trace_of(self, piece: tuple[int, ...]) -> Trace:
         """Return the decode of one tile of so many frames, height and width."""

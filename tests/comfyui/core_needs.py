@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 pack, output, *files = sys.argv[1:]
@@ -92,10 +93,41 @@ def coding(file: str) -> None:
                 for h, w in cuts
             )
             add(file, f"{what} in tiles", tile, tiling.num_bytes(squares))
+            small = Tiles(pixels=128, overlap_pixels=32)
+            cut, planned = shapes_cut(loaded, what, tiling.shape, small, unit), tiling.tile_shapes(small)
+            for shape in sorted({*cut, *planned}):
+                add(file, f"{what} of {shape}", cut[shape], planned[shape])
 
-    call = coding_call(told, 64, 96, 1, 2, decodes=True)
-    compare_flops(file, call, loaded.first_stage_model)
-    compare_flops(file, coding_call(told, 64, 96, 1, 2, decodes=False), loaded.first_stage_model)
+    latents, pixels = told.latent_shape(64, 96), told.pixel_shape(64, 96)
+    compare_flops(file, coding_call(told, (2, *latents[1:]), decodes=True), loaded.first_stage_model)
+    compare_flops(file, coding_call(told, (2, *pixels[1:]), decodes=False), loaded.first_stage_model)
+
+
+def shapes_cut(
+    vae: comfy.sd.VAE, what: str, shape: tuple[int, ...], tiles: Tiles, unit: int
+) -> Counter[tuple[int, ...]]:
+    """Return the shapes of which core computes the tiles of a shape, and how often each."""
+    cut: Counter[tuple[int, ...]] = Counter()
+
+    def note(source: torch.Tensor) -> torch.Tensor:
+        cut[tuple(source.shape)] += 1
+        batch, _, height, width = source.shape
+        if what == "decode":
+            return torch.zeros(batch, 3, height * 8, width * 8)
+        return torch.zeros(batch, vae.latent_channels, height // 8, width // 8)
+
+    model = vae.first_stage_model
+    own = getattr(model, what)
+    numbers = {"tile_x": tiles.pixels // unit, "tile_y": tiles.pixels // unit, "overlap": tiles.overlap_pixels // unit}
+    setattr(model, what, note)
+    source = torch.zeros(shape)
+    with torch.inference_mode():
+        if what == "decode":
+            vae.decode_tiled(source, **numbers)
+        else:
+            vae.encode_tiled(source.movedim(1, -1), **numbers)
+    setattr(model, what, own)
+    return cut
 
 
 def text(file: str) -> None:

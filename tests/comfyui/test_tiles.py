@@ -206,7 +206,7 @@ def test_a_video_that_does_not_fit_is_tiled(
     command = [str(static.files.python), "-B", "-c", MAKE_VIDEO_VAE, str(path)]
     subprocess.run(command, cwd=static.files.directory, check=True, capture_output=True)
 
-    def run(loaders: Loaders, tiled: dict[str, int] | None = None) -> tuple[torch.Tensor, list[str]]:
+    def build(loaders: Loaders, tiled: dict[str, int] | None = None) -> Graph:
         graph = Graph()
         latent = graph.add("EmptyHunyuanLatentVideo", width=width, height=height, length=length, batch_size=1)
         positive, negative = (graph.conditioning(seed, width=4096) for seed in (1, 2))
@@ -214,8 +214,11 @@ def test_a_video_that_does_not_fit_is_tiled(
         samples = graph.sampler(model, positive, negative, latent, steps=1)
         node, more = ("VAEDecode", {}) if tiled is None else ("VAEDecodeTiled", tiled)
         graph.keep(graph.add(node, samples=samples, vae=loaders.vae(graph, VIDEO_VAE), **more))
+        return graph
+
+    def run(loaders: Loaders, tiled: dict[str, int] | None = None) -> tuple[torch.Tensor, list[str]]:
         begin_s = static.last_event_s()
-        result = static.run(graph.nodes)
+        result = static.run(build(loaders, tiled).nodes)
         assert result.outcome == "success", result.brief_error
         return image_of(result), tile_events(static.events_after(begin_s))
 
@@ -227,6 +230,15 @@ def test_a_video_that_does_not_fit_is_tiled(
     assert video.shape[0] == length
     assert video.std() > 0
     assert torch.equal(video, run(CORE, tiled)[0])
+    run(Loaders())  # of the tiles of each shape the second is timed
+    graph = build(Loaders())
+    plan = graph.add("HighwaterPlan", devices="")
+    graph.add("PreviewImage", images=(plan[0], 1))
+    (text,) = static.run(graph.nodes).outputs[plan[0]]["text"]
+    decoding = next(line for line in text.splitlines() if re.match(r"small_wan_vae +decode", line))
+    assert f" in tiles of {found[1]} px" in decoding and re.search(r"  1 +\d+(\.\d+)? m?s ", decoding), decoding
+    # Each tile of the plan ran: else a rate would tell it.
+    assert re.search(r"^seconds of forwards: .*small_wan_vae as measured here", text, re.MULTILINE), text
 
 
 def test_a_text_encoder_leaves_before_a_decode_is_tiled(static: HostProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from highwater.headless.comfy_stub import folder_paths
 from highwater.headless.comfy_stub.comfy_api import install
 from highwater.headless.runner.runner import WorkflowRunner
 from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
-from highwater.memory import MemoryManager
+from highwater.memory import MemoryManager, default_manager
 from highwater.nodes.described_hardware import parse_hardware
 from highwater.nodes.plan_picture import draw_plan
 
@@ -216,3 +217,27 @@ def test_what_is_planned_is_what_runs(models: None) -> None:
         managed.release()
         members.clear()
         del pipe, managed, loaded, sources, share
+
+
+def test_a_pipeline_that_ran_is_planned_with_measured_seconds(runner: WorkflowRunner, monkeypatch) -> None:
+    monkeypatch.setattr("highwater.nodes.pipeline_predictions.described_rates", {})
+    speeds = default_manager().capacity.speeds
+    asked = {name: node for name, node in graph().items() if name != "plan"}
+    unknown = plan_graph(asked, source="test")
+    assert unknown.run is not None and unknown.run.seconds is None
+    assert re.search("time unknown: how long .* was not measured here yet", unknown.text())
+    asked["sample"]["inputs"]["steps"] = 4
+    runner.run(parse_workflow(asked), name="first")
+    planned = plan_graph(asked, source="test")
+    assert planned.run is not None
+    sources = {use.use.component: use.source for use in planned.run.uses}
+    assert sources["transformer"] == "measured", planned.text()
+    (step,) = [use for use in planned.run.uses if use.use.component == "transformer"]
+    assert step.pass_s in [pytest.approx(call.seconds) for call in speeds.known.values()]
+    assert "transformer as measured here" in planned.text()
+
+
+def test_a_bad_file_of_measured_calls_is_one_line_of_the_plan(models: None, monkeypatch) -> None:
+    monkeypatch.setattr("highwater.nodes.pipeline_predictions.described_rates", {})
+    monkeypatch.setattr(default_manager().capacity.speeds, "problem", "speeds.json: cannot be read (x)")
+    assert "speeds.json: cannot be read (x)" in plan_graph(graph(), source="test").notes

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from ...errors import UnsafeState
+from ...tracing.call_shapes import shapes_of
+from ...transfer.timing import CallTimes
 from ...weights.component import Component
 from ..devices.device_share import DeviceShare
 from ..tensors.recomputing import in_backward
@@ -31,6 +33,7 @@ from .device_mismatch import explain_mismatch, find_failed, likely_remedy
 from .execution_order import remember_order
 from .forward_pass import ComponentManager, Guest, NoManager, Pass, Passes
 from .hooked_modules import HookedModules
+from .input_size import Size
 from .micro_batches import MicroBatches, note_pass_beside, open_steps, why_one_by_one
 from .thread_stacks import is_waiting
 
@@ -88,6 +91,8 @@ class Forwards:
         self.home = shares[0].device.torch_device
         """The home device: that of the non-block weights. Inputs are moved there and outputs returned there."""
         self.away = {share.device.torch_device for share in shares} - {self.home}
+        self.clock = CallTimes(shares[0].device)
+        """Times whole calls of what has all its weights on one device."""
         self.share_of = {number: share for share in shares for number in share.blocks}
         self.entries: Collection[nn.Module] = frozenset()
         self.inner: Collection[nn.Module] = frozenset()
@@ -170,7 +175,20 @@ class Forwards:
             self.begin_pass(is_timed=self.is_timed)
         if self.is_loaded and self.passes.open is not None:
             self.passes.open.begin_forward()
+            if len(self.shares) == 1 and not guests:
+                self.time_call(self.passes.open.size, inputs)
         return True
+
+    def time_call(self, size: Size, inputs: Any) -> None:
+        """Time the call that begins, if it is one of those: as a whole, or by blocks where these stream."""
+        share = self.shares[0]
+        if size[0] < 0:  # a block that is called by itself
+            return
+        if share.streamer is None:
+            if self.clock.is_due(size):
+                self.clock.start((size[0], shapes_of(inputs)))
+        elif share.times.watch is not None and share.times.call is None:
+            share.times.note_call((size[0], shapes_of(inputs)))
 
     def refuse_recursion(self, module: nn.Module, current: Pass) -> None:
         """Raise `UnsafeState` if a block that computes calls the whole module: both need the staging memory."""
@@ -303,6 +321,8 @@ class Forwards:
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         current.end_forward()
+        if self.clock.open is not None:
+            self.clock.stop(completed=completed)
         was_quiet, self.quiet_thread = self.quiet_thread, 0
         try:
             for share in self.shares if not was_quiet else ():
@@ -326,6 +346,7 @@ class Forwards:
 
     def stop_try(self) -> None:
         """A try of this thread's pass has failed, and may be repeated: all blocks rest, the pass stays open."""
+        self.clock.stop(completed=False)
         was_quiet, self.quiet_thread = self.quiet_thread, 0
         for share in self.shares if not was_quiet else ():
             share.end_pass(completed=False)

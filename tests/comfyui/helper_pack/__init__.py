@@ -554,7 +554,8 @@ async def forget_needs(request: web.Request) -> web.Response:
     for manager in managers():
         with manager.exclusive():
             needs = manager.capacity.needs
-            for learned in (needs.known, needs.last, needs.changed):
+            speeds = manager.capacity.speeds
+            for learned in (needs.known, needs.last, needs.changed, speeds.known, speeds.changed):
                 learned.clear()
             manager.capacity.outdate_plans()
     return web.json_response({})
