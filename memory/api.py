@@ -423,6 +423,9 @@ def manage(
     require(manager, (MemoryManager, NoneType), what="manager", allowed="a MemoryManager or None")
     require(name, (str, NoneType), what="name", allowed="text or None")
     require(node_id, (str, NoneType), what="node_id", allowed="text or None")
+    require(uses, (list, tuple), what="uses", allowed="a list of Use")
+    for use in uses:
+        require(use, Use, what="one of uses", allowed="a Use")
     modules = discover_components(target)
     if manager is None:
         manager = default_manager()

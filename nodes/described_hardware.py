@@ -153,8 +153,11 @@ def parse_hardware(text: str) -> Hardware:
             scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
         total = parse_amount(scanner)
         speed, flops = None, None
-        if name == HOST and scanner.peek("@"):
-            scanner.fail("the host has a size alone; a speed is that of a device, such as gpu:0=16GiB@25GB/s")
+        if name == HOST and scanner.take("@"):
+            begin = scanner.position
+            is_flops = parse_flops(scanner) is not None
+            told = "no TFLOPS: only devices compute" if is_flops else "no speed: that of copies stands at each device"
+            scanner.fail(f"the host has {told}", at=begin)
         if scanner.take("@") and (flops := parse_flops(scanner)) is None:
             speed = parse_amount(scanner)
             if not scanner.take("/s"):

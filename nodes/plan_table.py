@@ -228,9 +228,22 @@ def same_again(plans: Mapping[str, Plan], placements: Mapping[str, str]) -> Iter
         # As the loader calls its components, which are told apart by their nodes in a plan of several.
         budgets = [replace(item, target=item.target.partition(" (")[0]) for item in plan.profile.budgets]
         yield f"profile: {replace(plan.profile, budgets=tuple(budgets))}{title}"
-        if plan.reasons and plan.explicit_profile != str(plan.profile):
-            yield f"the same with nothing left to auto: {plan.explicit_profile}"
+        own = in_loaders_words(plan, placements.get(name))
+        if plan.reasons and own.explicit_profile != str(own.profile):
+            yield f"the same with nothing left to auto: {own.explicit_profile}"
         yield f"placement: {placements.get(name, plan.placement)}"
+
+
+def in_loaders_words(plan: Plan, placement: str | None) -> Plan:
+    """Return a plan with its components named as their loader's widgets take them.
+
+    Args:
+        placement: the text that the loader's widget takes; one without names is that of a model of ComfyUI's.
+    """
+    parts = plan.components
+    if placement is not None and "=" not in placement and len(parts) == 1:
+        return replace(plan, components=(replace(parts[0], component="*"),))
+    return replace(plan, components=tuple(replace(part, component=part.component.partition(" (")[0]) for part in parts))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 from ..memory.errors import InvalidInput
 from ..memory.manager.module_plans import with_file
 from ..memory.model_loading import load_model
-from ..memory.options.placement import parse_placement
+from ..memory.options.placement import WORD, names_device, parse_placement
 from ..memory.options.precision import PrecisionRequest, parse_precision
-from ..memory.options.profile import parse_profile
+from ..memory.options.profile import SETTINGS, parse_profile
 from ..memory.planner.plan import Machine, Plan
 from ..memory.planner.request import PlanRequest, plan_request
-from ..memory.weights.component import Component, component_from_files
+from ..memory.weights.component import Component, component_from_files, guess_kind
+from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module
 from ..memory.weights.safetensors_header import read_header
@@ -31,6 +33,8 @@ __all__ = [
     "read_precisions",
 ]
 
+# What no name in a placement or a profile holds.
+NO_NAME = re.compile(r"[^\w.\-]")
 # What a checkpoint's loader makes of it: each part's kind, and what its weights' names begin with.
 CHECKPOINT_PARTS = {
     "model": ("diffusion", ("model.diffusion_model.",)),
@@ -56,16 +60,26 @@ def plan_files(
     Raises:
         InvalidInput, DoesNotFit: as `plan_request`, and for a bad header.
     """
-    names = [path.stem for path in paths]
+    names = [component_name(path) for path in paths]
     if len(set(names)) < len(names):
         raise InvalidInput(f"two files are named {max(names, key=names.count)!r}; plan them one at a time")
     parts = []
-    for path in paths:
-        found = describe_checkpoint(path) or [describe([path], path.stem)]
+    for path, name in zip(paths, names, strict=True):
+        if is_gguf(path):
+            found = [component_from_gguf(path, name=name, kind=guess_kind(name))]
+        else:
+            found = describe_checkpoint(path, name) or [describe([path], name)]
         if not any(part.weight_bytes for part in found):
             raise InvalidInput(f"{path}: holds no weights, so there is nothing to plan")
         parts += [replace(part, stays_as_stored=is_hosted) for part in found]
     return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
+
+
+def component_name(path: Path) -> str:
+    """Return what a file's model is called in a plan: its own name, as far as placements and profiles can write it."""
+    name = NO_NAME.sub("_", path.stem)
+    is_free = WORD.fullmatch(name) is not None and not names_device(name) and name not in (*SETTINGS, "unlimited")
+    return name if is_free else f"_{name}"
 
 
 def plan_pipeline(
@@ -148,12 +162,12 @@ def read_precisions(precision: str | PrecisionRequest, components: Sequence[str]
     return parse_precision(precision, forms=FORMS, components=components) if isinstance(precision, str) else precision
 
 
-def describe_checkpoint(path: Path) -> list[Component]:
-    """Return the parts of a checkpoint, each as its loader names it; none for a file of one model alone."""
-    names = [tensor.name for tensor in read_header(path).tensors]
-    has = {part: any(name.startswith(begins) for name in names) for part, (_, begins) in CHECKPOINT_PARTS.items()}
+def describe_checkpoint(path: Path, name: str) -> list[Component]:
+    """Return the parts of a checkpoint, called ``name.model`` and so on; none for a file of one model alone."""
+    weights = [tensor.name for tensor in read_header(path).tensors]
+    has = {part: any(weight.startswith(begins) for weight in weights) for part, (_, begins) in CHECKPOINT_PARTS.items()}
     return [
-        component_from_files([path], name=f"{path.stem}/{part}", kind=kind, begins=begins)
+        component_from_files([path], name=f"{name}.{part}", kind=kind, begins=begins)
         for part, (kind, begins) in CHECKPOINT_PARTS.items()
         if has["model"] and has[part]
     ]

@@ -126,7 +126,7 @@ def plan_workflow(
         names = own_names(parts, taken, model.node.id)
         changed |= {names[each.component.name]: each for each in applied}
         parts = tuple(replace(part, name=names[part.name]) for part in parts)
-        notes += [f"{model.node.label}: {line}" for line in model.unknown]
+        notes += [told_by([model.node.label], line) for line in model.unknown]
         asked.append(replace(request, components=renamed(request.components, names), placement=placed(request, names)))
         # Where there is a Manage node, that has the widgets.
         labels.append((model.managed_by or model.node).label + (f", {model.part}" if model.part else ""))
@@ -219,7 +219,15 @@ def unread_lines(uses: Sequence[WorkflowUse]) -> list[str]:
     for use in uses:
         for line in use.unknown:
             labels.setdefault(line, {})[use.node.label] = None
-    return [f"{in_a_row(list(nodes))}: {line}" for line, nodes in labels.items()]
+    return [told_by(list(nodes), line) for line, nodes in labels.items()]
+
+
+def told_by(labels: Sequence[str], line: str) -> str:
+    """Return a line with the nodes that lack what it says; one that it names itself is not named twice."""
+    _, _, without_topic = line.partition(": ")
+    if len(labels) == 1 and without_topic.startswith(f"{labels[0]}: "):
+        return without_topic
+    return f"{in_a_row(labels)}: {line}"
 
 
 def told_of(plan: Plan, changed: Mapping[str, ChangedComponent]) -> Plan:

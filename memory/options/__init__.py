@@ -27,7 +27,7 @@ __all__, __getattr__ = lazy_names(
         "budget": ["BudgetItem", "exact_size", "parse_size"],
         "idle_limits": ["LONGEST_IDLE_S", "MOST_LOADED", "IdleLimits", "parse_num_loaded"],
         "marks": ["ALL", "HOST", "Mark", "Marks", "parse_watermarks", "read_mark"],
-        "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "covers", "parse_profile"],
+        "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "SETTINGS", "TITLES", "covers", "parse_profile"],
         "profile_arguments": ["build_profile"],
         "precision": [
             "BY_PROFILE",

@@ -34,6 +34,7 @@ from .precision import Precision, take_form
 __all__ = [
     "LANGUAGE",
     "PROFILES",
+    "SETTINGS",
     "TITLES",
     "BudgetItem",
     "OffloadProfile",

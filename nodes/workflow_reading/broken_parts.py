@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ...memory.errors import quoted
+from ...memory.errors import one_line, quoted
 from ..prompts import is_link
 
 __all__ = ["broken_links", "broken_nodes", "label_of", "shortened", "why_no_node"]
@@ -56,7 +56,7 @@ def looks_linked(value: Any) -> bool:
 
 
 def label_of(node_id: str, class_type: Any) -> str:
-    return f"node {node_id} ({class_type})"
+    return one_line(f"node {node_id} ({class_type})")
 
 
 def shortened(lines: Iterable[str]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ...memory.errors import one_line
+
 if TYPE_CHECKING:
     from ...memory.options.precision import Precisions
 
@@ -59,7 +61,7 @@ class NodeName:
 
     @property
     def label(self) -> str:
-        return f"node {self.id} ({self.title})"
+        return one_line(f"node {self.id} ({self.title})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -448,3 +448,9 @@ def test_what_a_reprofile_does_not_name_stays(toys, machine) -> None:
         assert now()[0] == "0.7MiB,pinned=none"
         managed.reprofile("auto", precision="by profile", placement="auto")
         assert now()[0] == "auto" and now()[2] == "as stored"
+
+
+@pytest.mark.parametrize("uses", [3, [3], "model", {"model": 1}, None])
+def test_uses_that_are_none_are_refused_in_one_line(toys, machine, uses: Any) -> None:
+    with machine(8) as manager, pytest.raises(InvalidInput, match=r"uses .*; allowed: a (list of )?Use$"):
+        manage(toys.build_net(), manager=manager, uses=uses)

@@ -165,7 +165,7 @@ def test_a_workflow_that_cannot_run_so_gets_a_line_for_each_reason(tmp_path: Pat
     )
     asked["sample"]["inputs"]["steps"] = -1
     planned = plan_graph(asked, source="test", hardware=parse_hardware("gpu:0=1GiB@25GB/s,host=8GiB"))
-    assert "node sample (KSampler): steps: node sample (KSampler): steps -1 is less than 0" in planned.notes
+    assert "node sample (KSampler): steps -1 is less than 0" in planned.notes
 
 
 def test_the_table_of_devices_shows_budgets(models: None) -> None:

@@ -107,8 +107,8 @@ def test_hardware_names_each_accelerator_once(text: str) -> None:
         ("gpu:0=1GiB@1e3GB/s", "column 12: '1e3GB' is not a size"),
         (f"gpu:0={'9' * 40}GiB", "is too large; allowed: up to 8589934591GiB"),
         (f"gpu:0=1GiB@{'9' * 400}TFLOPS", "is too much; allowed: up to 1000000000TFLOPS"),
-        ("gpu:0=1GiB,host=8GiB@10GB/s", "column 21: the host has a size alone"),
-        ("gpu:0=1GiB,host=8GiB@8TFLOPS", "column 21: the host has a size alone"),
+        ("gpu:0=1GiB,host=8GiB@10GB/s", "column 22: the host has no speed: that of copies stands at each device"),
+        ("gpu:0=1GiB,host=8GiB@8TFLOPS", "column 22: the host has no TFLOPS: only devices compute"),
     ],
 )
 def test_odd_numbers_of_devices_are_named_as_they_were_written(written: str, told: str) -> None:

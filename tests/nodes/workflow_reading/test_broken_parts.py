@@ -13,7 +13,7 @@ from highwater.headless.comfy_stub import comfy_api
 from highwater.nodes.described_hardware import parse_hardware
 
 comfy_api.install()
-from highwater.nodes.workflow_plans import plan_workflow  # noqa: E402
+from highwater.nodes.workflow_plans import plan_workflow, unread_lines  # noqa: E402
 from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
 
 PACK = Path(__file__).parents[3]
@@ -122,3 +122,24 @@ def test_a_plan_names_what_is_broken() -> None:
     described = read_workflow(graph(a=[]))
     with pytest.raises(ValueError, match=r"node 'a': is \[\], no node; it is left out; .*'a.safetensors' is not in"):
         plan_workflow(described, parse_hardware("gpu:0=1GiB").machine())
+
+
+def test_no_title_breaks_a_line_or_colours_it() -> None:
+    found = graph(a=[])
+    found["3"]["inputs"]["width"] = "wide"
+    found["3"]["_meta"] = {"title": "a\nb\x1b[31mc"}
+    found["4"]["class_type"] = "K\nSampler\u202e"
+    described = read_workflow(found)
+    lines = [*described.broken, *(line for use in described.uses for line in use.unknown)]
+    lines += [node.label for node in described.unknown]
+    assert len(lines) > 2 and all(line.isprintable() for line in lines), lines
+
+
+def test_what_a_line_says_of_its_own_node_names_it_once() -> None:
+    found = graph()
+    found["4"]["inputs"]["steps"] = 10**40
+    found["3"]["inputs"]["width"] = 0
+    lines = unread_lines(read_workflow(found).uses)
+    assert "node 4 (KSampler): steps is beyond 16777216" in lines
+    nodes = "node 4 (KSampler) and node 5 (VAEDecode)"
+    assert f"{nodes}: size: node 3 (EmptyLatentImage): width 0 is less than 8" in lines
