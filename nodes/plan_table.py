@@ -238,11 +238,13 @@ def in_loaders_words(plan: Plan, placement: str | None) -> Plan:
     """Return a plan with its components named as their loader's widgets take them.
 
     Args:
-        placement: the text that the loader's widget takes; one without names is that of a model of ComfyUI's.
+        placement: the text that the loader's widget takes: of one component it has its name there, such as ``text`` of
+            a checkpoint, or none.
     """
     parts = plan.components
-    if placement is not None and "=" not in placement and len(parts) == 1:
-        return replace(plan, components=(replace(parts[0], component="*"),))
+    if placement is not None and len(parts) == 1:
+        name, names_it, _ = placement.partition("=")
+        return replace(plan, components=(replace(parts[0], component=name if names_it else "*"),))
     return replace(plan, components=tuple(replace(part, component=part.component.partition(" (")[0]) for part in parts))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def use(monkeypatch: pytest.MonkeyPatch, here: Machine) -> None:
     names = [device.name for device in here.devices]
     monkeypatch.setattr(device_choices, "device_names", lambda: names)
     monkeypatch.setattr(auto_placements, "accelerator_names", lambda: [name for name in names if name != "cpu"])
-    monkeypatch.setattr("highwater.memory.default_manager", lambda: SimpleNamespace(machine=lambda: here))
+    monkeypatch.setattr(graph_plans, "machine_for", lambda hardware, marks: here)
 
 
 def node(name: str, **inputs: Any) -> dict[str, Any]:
