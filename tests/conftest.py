@@ -116,7 +116,9 @@ def no_calls_remembered() -> None:
     default = sys.modules.get("highwater.memory.manager.default")
     manager = default.existing_manager() if default is not None else None
     if manager is not None:
-        manager.capacity.speeds.known.clear()
+        speeds = manager.capacity.speeds
+        for learned in (speeds.known, speeds.changed, *speeds.left.values()):
+            learned.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -555,7 +555,8 @@ async def forget_needs(request: web.Request) -> web.Response:
         with manager.exclusive():
             needs = manager.capacity.needs
             speeds = manager.capacity.speeds
-            for learned in (needs.known, needs.last, needs.changed, speeds.known, speeds.changed):
+            counted = speeds.left.values()
+            for learned in (needs.known, needs.last, needs.changed, speeds.known, speeds.changed, *counted):
                 learned.clear()
             manager.capacity.outdate_plans()
     return web.json_response({})
