@@ -135,6 +135,7 @@ def measure_groups() -> list[dict[str, Any]]:
                 "blocks": case.num_blocks,
                 "speeds": ", ".join(f"{speed:g}" for speed in case.speeds),
                 "calls": case.num_calls,
+                "MiB carried": case.carried_mib,
                 "placement": case.placement.replace("ALL", "all of them"),
                 "groups": plan.components[0].placement.groups or "-",
                 "before, ms": case.before_ms,

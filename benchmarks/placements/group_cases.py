@@ -14,7 +14,7 @@ from highwater.memory.weights.component import Component
 # What all blocks take on a device of speed 1, as Flux's at 1024x1024 on an RTX 4090, what lies between them, and what
 # the host takes to launch it all.
 BLOCKS_S, REST_S, LAUNCH_S = 0.6, 0.001, 0.002
-LINK_BYTES_PER_S, CARRIED_BYTES = 25e9, 28 * MIB
+LINK_BYTES_PER_S = 25e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class GroupCase:
     num_blocks: int
     speeds: tuple[float, ...]
     num_calls: int
+    carried_mib: int
+    """What the blocks hand on to each other."""
     placement: str
     """`ALL` stands for the names of all devices."""
     before_ms: int
@@ -46,7 +48,7 @@ class GroupCase:
         ]
         use = Use(
             component=component.name, kind=component.kind, num_passes=20, num_calls=self.num_calls,
-            carried_bytes=CARRIED_BYTES, activation_bytes=GIB, times=times,
+            carried_bytes=self.carried_mib * MIB, activation_bytes=GIB, times=times,
         )  # fmt: skip
         return PlanRequest(
             components=(component,),
@@ -57,12 +59,19 @@ class GroupCase:
 
 
 def group_case(
-    num_blocks: int, speeds: tuple[float, ...], num_calls: int, placement: str, before_ms: int, limit_ms: int
+    num_blocks: int,
+    speeds: tuple[float, ...],
+    num_calls: int,
+    carried_mib: int,
+    placement: str,
+    before_ms: int,
+    limit_ms: int,
 ) -> GroupCase:
     return GroupCase(
         num_blocks=num_blocks,
         speeds=speeds,
         num_calls=num_calls,
+        carried_mib=carried_mib,
         placement=placement,
         before_ms=before_ms,
         limit_ms=limit_ms,
@@ -71,13 +80,14 @@ def group_case(
 
 EQUAL_EIGHT, UNEQUAL_EIGHT = (1.0,) * 8, (1.0, 1.0, 1.0, 0.5, 0.5, 0.8, 0.8, 0.3)
 GROUP_CASES = (
-    group_case(57, (1.0, 1.0), 2, "auto", 186, 100),
-    group_case(57, (1.0, 0.5), 2, "auto", 187, 100),
-    group_case(57, (1.0, 1.0), 4, "auto", 270, 100),
-    group_case(57, (1.0, 1.0), 2, "ALL/auto", 139, 100),
-    group_case(57, (1.0,) * 4, 4, "auto", 396, 300),
-    group_case(2000, EQUAL_EIGHT, 4, "auto", 423, 300),
-    group_case(2000, EQUAL_EIGHT, 2, "ALL/auto", 324, 300),
-    group_case(2000, EQUAL_EIGHT, 4, "ALL/auto", 560, 300),
-    group_case(2000, UNEQUAL_EIGHT, 8, "ALL/auto", 1020, 300),
+    group_case(57, (1.0, 1.0), 2, 28, "auto", 159, 100),
+    group_case(57, (1.0, 0.5), 2, 28, "auto", 161, 100),
+    group_case(57, (1.0, 1.0), 4, 28, "auto", 234, 100),
+    group_case(57, (1.0, 1.0), 2, 28, "ALL/auto", 123, 100),
+    group_case(57, (1.0,) * 4, 4, 28, "auto", 353, 300),
+    group_case(2000, EQUAL_EIGHT, 4, 1, "auto", 1669, 300),
+    group_case(2000, EQUAL_EIGHT, 4, 28, "auto", 437, 300),
+    group_case(2000, EQUAL_EIGHT, 2, 28, "ALL/auto", 314, 300),
+    group_case(2000, EQUAL_EIGHT, 4, 28, "ALL/auto", 529, 300),
+    group_case(2000, UNEQUAL_EIGHT, 8, 28, "ALL/auto", 1011, 300),
 )
