@@ -67,7 +67,9 @@ def measure_instance(random: Random) -> Found | None:
         plan = plan_request(PlanRequest(components=components, machine=instance.machine, uses=instance.uses))
     except (DoesNotFit, InvalidInput):
         return None
-    chosen = Placed(placement=plan.placement, profile=plan.profile)
+    assert plan.run is not None
+    uses = tuple(each.use for each in plan.run.uses)
+    chosen = Placed(placement=plan.placement, profile=plan.profile, uses=uses)
     search = Search(instance, modules, NUM_MEASURED)
     measured: dict[str, float] = {}
     chosen_s = run_seconds(instance, modules, chosen)

@@ -154,7 +154,11 @@ class LiveCapacity:
         return digest, self.device_digests[device]
 
     def expect(self, member: Member, num_bytes: int) -> bool:
-        """Note what forwards to come are predicted to take on a member's first device; returns whether it is news."""
+        """Note what forwards to come are predicted to take on a member's first device; returns whether it is news.
+
+        No more than what its plan keeps for tiles, where it has them.
+        """
+        num_bytes = min(num_bytes, member.tile_bytes or num_bytes)
         return self.needs.expect(self.key_of(member.managed.component, member.managed.primary.name, member), num_bytes)
 
     def kept_for_sharing(self, member: Member | None, device: str) -> int:

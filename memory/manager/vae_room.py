@@ -2,7 +2,8 @@
 
 [Note: VAE room] A decode may take what is free above the low mark. Idle text encoders, vision models and other VAEs
 leave for it: they are done, or brought back in a moment. Nothing of a diffusion model or of what guides it leaves while
-smaller tiles would do: its weights are most of what a run copies.
+smaller tiles would do: its weights are most of what a run copies. Where a plan reckoned that a run is shorter if a
+decode has more room, in larger tiles or in one piece, it has that much: it is kept free as the VAE is loaded.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class VaePlace:
     device: str
     missing_bytes: int
     """What its plan takes of the device, and is not there."""
+    tile_bytes: int = 0
+    """What is kept free for its tiles as it is loaded, whatever leaves for that; 0: what fits beside the model."""
 
 
 class VaeRoom:
@@ -66,7 +69,7 @@ class VaeRoom:
                 return None
             device = shares[0].device
             missing = shares[0].device_bytes - self.capacity.ledger.held(member.id, device)
-            return VaePlace(name=member.id, device=device, missing_bytes=max(0, missing))
+            return VaePlace(name=member.id, device=device, missing_bytes=max(0, missing), tile_bytes=member.tile_bytes)
 
     def beside(self, device: str, vae: str) -> Room:
         """Return what a VAE, by its id in the books, may use of a device; moves nothing."""

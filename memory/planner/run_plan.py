@@ -20,7 +20,7 @@ from typing import Any
 from ..units import format_bytes, format_seconds
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
-from .run import KINDS_OF_STEPS, BlockTimes, Tiling, Use
+from .run import KINDS_OF_STEPS, BlockTimes, Use
 from .tiles import TileChoice, Tiles
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "hop_seconds",
     "num_hops",
     "run_seconds",
-    "tiled_seconds",
 ]
 
 # What a link is assumed to move where it was not measured: only to compare choices, no seconds are shown for it.
@@ -287,8 +286,8 @@ def play(
             # Of a split VAE nothing chooses tiles.
             if use.tiling is not None and len(shares[use.component]) == 1:
                 steps = [name for name, kind in kinds.items() if kind in KINDS_OF_STEPS]
-                left = holdings.left_beside(share, use.component, steps)
-                in_tiles = use.tiling.choose(left - use.held_bytes)
+                left = holdings.left_beside(share, use.component, steps) - use.held_bytes
+                in_tiles = use.tiling.choose(max(left, use.tile_bytes or 0))
                 beside_bytes = beside_tiles(use, in_tiles) if in_tiles is not None else beside_bytes
             loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, by_next_use)
             evicted += gone
@@ -309,27 +308,6 @@ def play(
 def copy_rate(device: DeviceCapacity) -> float:
     """Return how fast weights reach a device, in bytes per second: as measured, else an assumed rate."""
     return device.link_bytes_per_s or ASSUMED_BYTES_PER_S
-
-
-def tiled_seconds(share: DevicePlan, tiling: Tiling, tiles: Tiles, rate: float | None) -> float | None:
-    """Return what all tiles of a use take on one device, which copies what streams once for each tile.
-
-    That hides behind computing, or takes longer, but where the staging memory holds no two blocks: then it is added.
-    None where the times of the device, or of copies to it, are not known.
-
-    Args:
-        rate: how fast what streams reaches the device, in bytes per second.
-    """
-    times = tiling.times(tiles).get(share.device)
-    if times is None:
-        return None
-    if not share.streamed:
-        return times.pass_s
-    if rate is None:
-        return None
-    copying_s = tiling.num_forwards(tiles) * share.streamed_bytes / rate
-    overlaps = share.staging_bytes >= 2 * share.streamed_block_bytes
-    return max(times.pass_s, copying_s) if overlaps else times.pass_s + copying_s
 
 
 def run_seconds(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes], hop_s: float) -> float | None:
