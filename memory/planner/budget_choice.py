@@ -24,7 +24,7 @@ from .device_plan import DevicePlan, find_allowed
 from .device_store import rate_from, store_room
 from .prefetch_schedule import spread_residents
 from .run import Use
-from .run_plan import first_and_further
+from .run_play import RunPlayer
 from .sizes import Sizes
 from .staging_layout import window_seconds
 from .tile_room import keep_for_uses, room_levels, tiled_times, tiles_seconds, with_room
@@ -125,6 +125,7 @@ class Reckoning:
         self.parts = parts
         self.uses = uses
         self.machine = machine
+        self.player = RunPlayer(uses, machine)
         self.tiled_uses: dict[tuple[int, int | None], Use] = {}
         self.tiles_s: dict[tuple[int, int, Tiles], float | None] = {}
         self.planned_s = {
@@ -154,13 +155,13 @@ class Reckoning:
                 self.tiles_s[key] = tiles_seconds(self.parts[name].sizes, share, use, tiles, rate)
             return self.tiles_s[key]
 
-        run = first_and_further(shares, uses, self.machine, pass_s=pass_s)
-        over = sum(
-            max(0, -run.remaining_bytes(device) - self.machine.device(device).kept_free_bytes) for device in run.devices
-        )
-        if run.seconds is None or any(use.in_tiles is not None and use.use.tile_bytes is None for use in run.uses):
+        def cold_s(number: int, tiles: Tiles | None) -> float:
+            return 0.0
+
+        run = self.player.sum_up(shares, uses, pass_s=pass_s, cold_s=cold_s)
+        if run.seconds is None or any(use.tile_bytes is None for use, _ in run.chosen_tiles):
             return math.inf  # tiles keep what they take: that is another choice
-        return run.seconds + over * OVERFULL_S
+        return run.seconds + run.overfull_bytes * OVERFULL_S
 
     def with_tiles(self, number: int, use: Use, tile_bytes: int | None) -> Use:
         """Return a use with what is kept for its tiles."""

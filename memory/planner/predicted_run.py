@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from ..weights.component import Component
 from .capacity import Machine
 from .device_plan import DevicePlan
+from .device_store import rate_from
 from .plan import Plan
 from .replanning import replan_shares
 from .run import BlockTimes, Tiling, Use
 from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds
+from .sizes import Sizes
+from .staging_layout import first_seconds
 from .step_seconds import compute_at_once, devices_by_block, pipeline_of, step_seconds
 from .tile_room import each_tile
 from .tiles import Tiles
+from .workload import Workload
 
 __all__ = ["PredictedRun", "forward_seconds"]
 
@@ -52,7 +56,26 @@ class PredictedRun:
     def run(self) -> RunPlan:
         """Return what the run does ([Note: repeated run] in `run_plan.py`)."""
         shares = {name: plan.shares for name, (plan, _) in self.plans.items()}
-        return first_and_further(shares, self.uses, self.machine, pass_s=self.pass_s)
+        return first_and_further(shares, self.uses, self.machine, pass_s=self.pass_s, cold_s=self.cold_s)
+
+    def cold_s(self, number: int, tiles: Tiles | None) -> float:
+        """Return how much longer a first forward takes before which nothing was staged; of splits that is not known."""
+        use = self.uses[number]
+        name, tiling = use.component, use.tiling
+        found = use.times if tiles is None or tiling is None else tiling.times(tiles)
+        count = 1 if tiles is None or tiling is None else tiling.num_forwards(tiles)
+        shares = (
+            self.shares[name] if count == 1 else self.settled(name, {at: each_tile(found[at], count) for at in found})
+        )
+        if len(shares) > 1 or shares[0].pass_s is None or shares[0].device not in found:
+            return 0.0
+        (share,) = shares
+        rate = rate_from(self.plans[name][0].store, share.device, self.machine)
+        if rate is None:
+            return 0.0
+        times, sizes = each_tile(found[share.device], count), Sizes(self.components[name], self.plans[name][0].forms)
+        work = Workload(sizes.blocks, times.blocks_s, tuple(size / rate for size in sizes.blocks), times.other_s)
+        return max(0.0, first_seconds(work, share.resident, share.staging_bytes, share.offsets) - share.pass_s)
 
     def pass_s(self, number: int, tiles: Tiles | None) -> float | None:
         """Return what a forward of a use takes, in one piece or all its tiles; None where that is not known."""
