@@ -117,10 +117,9 @@ def fitting_tiles(managed: Managed, module: nn.Module, part: Part) -> Tiles | No
     if place is None:
         return None
     room = vae_room.beside(place.device, place.name)
-    taken = place.missing_bytes + room.kept_bytes + 2 * HIDDEN_BYTES
-    # What a plan keeps for tiles is with what a forward takes beside its input.
-    planned_bytes = place.tile_bytes - HIDDEN_BYTES
-    choice = choose_tiles(part.size, part.tile_bytes, max(room.free_bytes + room.idle_bytes - taken, planned_bytes))
+    taken = place.missing_bytes + room.kept_bytes + HIDDEN_BYTES
+    # What a plan keeps for tiles is with what a forward makes beside its input.
+    choice = choose_tiles(part.size, lambda tiles: part.tile_bytes(tiles) + HIDDEN_BYTES, room.tile_bytes(place, taken))
     tiles = choice.tiles if choice is not None else None
     lacking = part.tile_bytes(tiles) + taken - room.free_bytes
     if lacking > 0 and room.idle_bytes:

@@ -23,18 +23,6 @@ GIVING_KINDS = frozenset({"text", "vision", "vae"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """The bytes of a device that a VAE may use."""
-
-    free_bytes: int
-    """Free now, nothing of it kept free."""
-    kept_bytes: int
-    """Of these the low mark keeps so many free."""
-    idle_bytes: int
-    """What idle components could give that leave before a VAE decodes in tiles."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VaePlace:
     """Where a managed VAE computes."""
 
@@ -45,6 +33,29 @@ class VaePlace:
     """What its plan takes of the device, and is not there."""
     tile_bytes: int = 0
     """What is kept free for its tiles as it is loaded, whatever leaves for that; 0: what fits beside the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """The bytes of a device that a VAE may use."""
+
+    free_bytes: int
+    """Free now, nothing of it kept free."""
+    kept_bytes: int
+    """Of these the low mark keeps so many free."""
+    idle_bytes: int
+    """What idle components could give that leave before a VAE decodes in tiles."""
+    model_bytes: int = 0
+    """What the others could give, that leave only where a plan keeps room for a decode."""
+
+    def tile_bytes(self, place: VaePlace, taken_bytes: int) -> int:
+        """Return what a decode may take: what fits beside the model, or what the plan keeps for it if that is there.
+
+        Args:
+            taken_bytes: what is to stay free, or comes yet.
+        """
+        left = self.free_bytes + self.idle_bytes - taken_bytes
+        return max(left, min(place.tile_bytes, left + self.kept_bytes + self.model_bytes))
 
 
 class VaeRoom:
@@ -75,10 +86,13 @@ class VaeRoom:
         """Return what a VAE, by its id in the books, may use of a device; moves nothing."""
         with self.lock.exclusive():
             found = self.capacity.devices[device]
+            all_idle = sum(each.device_bytes for each in self.capacity.candidates(found, None) if each.component != vae)
+            idle_bytes = sum(num_bytes for _, num_bytes in self.giving(device, vae))
             return Room(
                 free_bytes=self.capacity.free_bytes(found),
                 kept_bytes=self.capacity.mark_of(device).low_bytes,
-                idle_bytes=sum(num_bytes for _, num_bytes in self.giving(device, vae)),
+                idle_bytes=idle_bytes,
+                model_bytes=all_idle - idle_bytes,
             )
 
     def clear(self, device: str, vae: str, num_bytes: int, reason: str) -> int:

@@ -27,7 +27,7 @@ from .run import Use
 from .run_play import RunPlayer
 from .sizes import Sizes
 from .staging_layout import window_seconds
-from .tile_room import keep_for_uses, room_levels, tiled_times, tiles_seconds, with_room
+from .tile_room import keep_for_uses, room_levels, seconds_with_colors, tiled_times, tiles_seconds, with_room
 from .tiles import Tiles
 from .workload import Workload
 
@@ -161,7 +161,8 @@ class Reckoning:
         run = self.player.sum_up(shares, uses, pass_s=pass_s, cold_s=cold_s)
         if run.seconds is None or any(use.tile_bytes is None for use, _ in run.chosen_tiles):
             return math.inf  # tiles keep what they take: that is another choice
-        return run.seconds + run.overfull_bytes * OVERFULL_S
+        seconds = seconds_with_colors(run.seconds, (choice for _, choice in run.chosen_tiles))
+        return seconds + run.overfull_bytes * OVERFULL_S
 
     def with_tiles(self, number: int, use: Use, tile_bytes: int | None) -> Use:
         """Return a use with what is kept for its tiles."""

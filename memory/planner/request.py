@@ -24,7 +24,7 @@ from .predicted_run import PredictedRun, forward_seconds
 from .run import Use, longest_use, usual_uses
 from .run_plan import RunPlan, UsePlan
 from .sizes import Sizes
-from .tile_room import keep_for_uses, with_room
+from .tile_room import keep_for_uses, seconds_with_colors, whole_room, with_room
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
 
@@ -98,7 +98,12 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
 
 def is_shorter(run: RunPlan, other: RunPlan) -> bool:
     """Whether a run is predicted to take so much less time that it is worth other devices, budgets or tiles."""
-    return None not in (run.seconds, other.seconds) and run.seconds < other.seconds * (1 - LEAST_GAIN)
+    if run.seconds is None or other.seconds is None:
+        return False
+    seconds, others = (
+        seconds_with_colors(each.seconds or 0.0, (use.in_tiles for use in each.uses)) for each in (run, other)
+    )
+    return seconds < others * (1 - LEAST_GAIN)
 
 
 def plan_chosen(
@@ -155,21 +160,22 @@ def plan_placed(
     What is decoded in tiles keeps what these take, so that it decodes in no smaller ones.
     """
     plans, run = plan_as_used(requests, placements, profiles, uses, machine, reasons)
-    rooms = rooms_of(run.uses) if run is not None else {}
-    if not rooms:
+    if run is None or all(use.use.tiling is None or use.use.tile_bytes is not None for use in run.uses):
         return plans, run
+    rooms: dict[str, int] = {}
+    for use in run.uses:
+        name = use.use.component
+        rooms[name] = max(rooms.get(name, 0), use.in_tiles.tile_bytes if use.in_tiles else whole_room(use.use))
     uses = with_room(uses, rooms)
+    if not any(use.in_tiles for use in run.uses):  # as much is kept for one piece
+        told = (tuple(map(with_use, planned, uses)) for planned in (run.first_uses, run.uses))
+        first, further = told
+        return plans, replace(run, first_uses=first, uses=further)
     return plan_as_used(requests, placements, profiles, uses, keep_for_uses(requests[0].machine, uses), reasons)
 
 
-def rooms_of(uses: Sequence[UsePlan]) -> dict[str, int]:
-    """Return what the tiles of components take for which nothing is kept yet."""
-    rooms: dict[str, int] = {}
-    for use in uses:
-        if use.in_tiles is not None and use.use.tile_bytes is None:
-            name = use.use.component
-            rooms[name] = max(rooms.get(name, 0), use.in_tiles.tile_bytes)
-    return rooms
+def with_use(planned: UsePlan, use: Use) -> UsePlan:
+    return replace(planned, use=use)
 
 
 def plan_as_used(
@@ -273,11 +279,10 @@ def find_settled(
 
 def may_gain(use: UsePlan) -> bool:
     """Whether budgets or less room for tiles may shorten a use: it reloads, is in tiles, or is faster elsewhere."""
-    if any(use.loaded.values()) or use.in_tiles is not None:
+    if any(use.loaded.values()) or use.in_tiles is not None or use.pass_s is None:
         return True
-    if use.use.tiling is None or use.pass_s is None:
-        return False
-    return use.pass_s > use.use.num_calls * min((times.pass_s for times in use.use.times.values()), default=0.0) * 1.01
+    least_s = use.use.num_calls * min((times.pass_s for times in use.use.times.values()), default=0.0)
+    return use.pass_s > least_s * (1 + LEAST_GAIN)
 
 
 def explain_budget(budgeted: Budgeted) -> str:

@@ -4,12 +4,12 @@
 slower device, or everything else comes back in each run. Tiles take less, and compute what overlaps more than once. So
 the plan reckons the whole run with room for one piece and for tiles of several sizes, and keeps what makes it shortest.
 Of the tiles that cut a picture into equally many only the smallest are looked at: larger ones overlap more and need
-more. Tiles so small that colors differ are left to where no others fit.
+more. Tiles so small that colors may differ are for where no others fit, or a good part of the run is saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..weights.component import Component
@@ -19,14 +19,26 @@ from .prefetch_schedule import spread_residents
 from .run import BlockTimes, Tiling, Use, largest_activations, with_slack
 from .sizes import Sizes
 from .staging_layout import window_seconds
-from .tiles import Tiles
+from .tiles import TileChoice, Tiles
 from .workload import Workload
 
-__all__ = ["each_tile", "keep_for_uses", "room_levels", "tiled_times", "tiles_seconds", "with_room"]
+__all__ = [
+    "each_tile",
+    "keep_for_uses",
+    "room_levels",
+    "seconds_with_colors",
+    "tiled_times",
+    "tiles_seconds",
+    "whole_room",
+    "with_room",
+]
 
 # The next smaller tiles that are looked at have at most this part of the bytes, and so many sizes are.
 NEXT_LEVEL = 7 / 8
 MOST_LEVELS = 16
+# Of the sizes with which colors may differ so many; they have to make a run by this part shorter.
+MOST_SMALL = 2
+SMALL_TILES_PART = 0.04
 
 
 def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:
@@ -63,13 +75,15 @@ def room_levels(use: Use) -> Iterator[int]:
         return
     left, forwards = use.kept_bytes, 0
     found: list[int] = []
+    num_small = 0
     for _ in range(MOST_LEVELS):
         choice = use.tiling.choose(left - 1)
         if choice is None:
             return
         if not found:
-            found = [max(choice.whole_bytes, use.kept_bytes)]
-        if choice.is_small or not choice.fits:
+            found = [whole_room(use)]
+        num_small += choice.is_small
+        if num_small > MOST_SMALL or not choice.fits:
             break
         number = use.tiling.num_forwards(choice.tiles)
         if number == forwards:
@@ -83,6 +97,19 @@ def each_tile(times: BlockTimes, count: float) -> BlockTimes:
     """Return what one of so many equal tiles computes, of the times of all."""
     blocks_s = tuple(second / count for second in times.blocks_s)
     return replace(times, blocks_s=blocks_s, other_s=times.other_s / count, launch_s=times.launch_s / count)
+
+
+def whole_room(use: Use) -> int:
+    """Return what is kept for a decode in one piece: what its tiles are chosen by, where that is more."""
+    kept = use.kept_bytes or 0
+    choice = use.tiling.choose(kept - 1) if use.tiling is not None else None
+    return kept if choice is None else max(kept, choice.whole_bytes)
+
+
+def seconds_with_colors(seconds: float, choices: Iterable[TileChoice | None]) -> float:
+    """Return what a run counts as where tiles are so small that colors may differ between them."""
+    is_small = any(choice is not None and choice.is_small for choice in choices)
+    return seconds * (1 + SMALL_TILES_PART) if is_small else seconds
 
 
 def tiled_times(times: BlockTimes, tiling: Tiling, tiles: Tiles) -> BlockTimes:
