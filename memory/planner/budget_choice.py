@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from ..options.profile import OffloadProfile
@@ -58,6 +58,8 @@ class Settled:
     """Those on each of which alone it may be, with any budget; none: it stays where it is, with what it may take."""
     stores: tuple[str, ...] = ()
     """The devices from whose memory it may stream."""
+    cold_s: Mapping[int, float] = field(default_factory=dict)
+    """How much longer the first forward of each use takes where nothing is staged."""
     store: str | None = None
     """The one from which it was planned to."""
     tile_bytes: int | None = None
@@ -77,6 +79,8 @@ class Budgeted:
     """What all forwards of a run take at least."""
     beside_bytes: int
     """What they take of the device beside weights, in the tiles for which there is room."""
+    cold_s: Mapping[int, float] = field(default_factory=dict)
+    """How much longer the first forward of each use takes where nothing is staged."""
     store: str | None = None
     """The device from whose memory it streams; None: from where it rests."""
     tile_bytes: int | None = None
@@ -156,7 +160,8 @@ class Reckoning:
             return self.tiles_s[key]
 
         def cold_s(number: int, tiles: Tiles | None) -> float:
-            return 0.0
+            name = self.uses[number].component
+            return (chosen[name] if name in chosen else self.parts[name]).cold_s.get(number, 0.0)
 
         run = self.player.sum_up(shares, uses, pass_s=pass_s, cold_s=cold_s)
         if run.seconds is None or any(use.tile_bytes is None for use, _ in run.chosen_tiles):
@@ -335,9 +340,10 @@ def budgets_on(
         if left < largest or (room < total and left < max(room, least)) or (store is not None and left == total):
             continue
         works = works_of(sizes, device, uses, tiles, rate)
+        cold: Mapping[int, float] = {}
         share, passes = allowed.whole, {number: count * work.least_s for number, (count, work) in works.items()}
         if left < total:
-            share, passes = fastest(sizes, allowed.whole, left, uses, works)
+            share, passes, cold = fastest(sizes, allowed.whole, left, uses, works)
         budget_bytes = fixed + room if room < total else None
         forwards_s = sum(use.num_passes * passes[number] for number, use in uses)
         found.append(
@@ -348,6 +354,7 @@ def budgets_on(
                 pass_s=passes,
                 forwards_s=forwards_s,
                 beside_bytes=beside,
+                cold_s=cold,
                 store=store,
                 tile_bytes=tile_bytes,
             )
@@ -375,8 +382,11 @@ def fastest(
     left_bytes: int,
     uses: Sequence[tuple[int, Use]],
     works: Mapping[int, tuple[int, Workload]],
-) -> tuple[DevicePlan, dict[int, float]]:
-    """Return a share that streams beside residents spread evenly, and what a forward of each use takes, by estimate."""
+) -> tuple[DevicePlan, dict[int, float], dict[int, float]]:
+    """Return a share that streams beside residents spread evenly, and what a forward of each use takes, by estimate.
+
+    The last is how much longer the first forward of each takes.
+    """
     largest, total = max(sizes.blocks), sum(sizes.blocks)
     found: list[tuple[float, int, DevicePlan, dict[int, float]]] = []
     for factor in STAGING_SIZES:
@@ -397,4 +407,9 @@ def fastest(
         )
         found.append((sum(use.num_passes * passes[number] for number, use in uses), len(found), share, passes))
     _, _, share, passes = min(found, key=lambda each: each[:2])
-    return share, passes
+    resident = spread_residents(sizes.blocks, share.resident_bytes)
+    cold = {
+        number: max(0.0, window_seconds(work, resident, share.staging_bytes, is_first=True) - passes[number] / count)
+        for number, (count, work) in works.items()
+    }
+    return share, passes, cold

@@ -1,8 +1,13 @@
-"""What a run is predicted to take with its plans: each forward by the schedule that measured times will give it."""
+"""What a run is predicted to take with its plans.
+
+A component whose forwards are timed in a run gets the schedule that these times give. That takes a forward to warm up,
+one that is timed, and another one that profits; what computes less often goes on with the schedule of its plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..weights.component import Component
 from .capacity import Machine
@@ -13,13 +18,16 @@ from .replanning import replan_shares
 from .run import BlockTimes, Tiling, Use
 from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds
 from .sizes import Sizes
-from .staging_layout import first_seconds
+from .staging_layout import first_seconds, pass_seconds
 from .step_seconds import compute_at_once, devices_by_block, pipeline_of, step_seconds
 from .tile_room import each_tile
 from .tiles import Tiles
 from .workload import Workload
 
 __all__ = ["PredictedRun", "forward_seconds"]
+
+# The forwards of a run after which its schedule is by their times.
+LEAST_TIMED = 3
 
 
 class PredictedRun:
@@ -42,15 +50,25 @@ class PredictedRun:
             for name in self.plans
         }
 
-    def settled(self, name: str, times: Mapping[str, BlockTimes]) -> tuple[DevicePlan, ...]:
-        """Return the shares that a component has when its blocks take these times, which its first pass shows.
+    def settled(self, name: str, times: Mapping[str, BlockTimes], num_forwards: int = 1) -> tuple[DevicePlan, ...]:
+        """Return the shares that a component has when its blocks take these times, as far as its forwards show them.
 
         The plan's own where nothing streams, or no times are predicted.
+
+        Args:
+            num_forwards: how often the blocks run for one forward, as in tiles.
         """
         plan, profile = self.plans[name]
         seconds = seconds_where(plan.shares, times)
         if seconds is None or not plan.streams:
             return plan.shares
+        forwards = num_forwards * sum(use.num_passes * use.num_calls for use in self.uses if use.component == name)
+        if forwards < LEAST_TIMED and len(plan.shares) == 1:
+            (share,) = plan.shares
+            work = self.workload(name, share, times[share.device])
+            if work is not None:
+                pass_s = pass_seconds(work, share.resident, share.staging_bytes, share.offsets)
+                return (replace(share, pass_s=pass_s),)
         return replan_shares(self.components[name], plan, self.machine, profile, seconds).shares
 
     def run(self) -> RunPlan:
@@ -65,17 +83,26 @@ class PredictedRun:
         found = use.times if tiles is None or tiling is None else tiling.times(tiles)
         count = 1 if tiles is None or tiling is None else tiling.num_forwards(tiles)
         shares = (
-            self.shares[name] if count == 1 else self.settled(name, {at: each_tile(found[at], count) for at in found})
+            self.shares[name]
+            if count == 1
+            else self.settled(name, {at: each_tile(found[at], count) for at in found}, count)
         )
         if len(shares) > 1 or shares[0].pass_s is None or shares[0].device not in found:
             return 0.0
         (share,) = shares
-        rate = rate_from(self.plans[name][0].store, share.device, self.machine)
-        if rate is None:
+        work = self.workload(name, share, each_tile(found[share.device], count))
+        if work is None:
             return 0.0
-        times, sizes = each_tile(found[share.device], count), Sizes(self.components[name], self.plans[name][0].forms)
-        work = Workload(sizes.blocks, times.blocks_s, tuple(size / rate for size in sizes.blocks), times.other_s)
         return max(0.0, first_seconds(work, share.resident, share.staging_bytes, share.offsets) - share.pass_s)
+
+    def workload(self, name: str, share: DevicePlan, times: BlockTimes) -> Workload | None:
+        """Return what the blocks of a share do that has all of them; None where the speed of copies is not known."""
+        plan, _ = self.plans[name]
+        rate = rate_from(plan.store, share.device, self.machine)
+        if rate is None or share.blocking:
+            return None
+        sizes = Sizes(self.components[name], plan.forms).blocks
+        return Workload(sizes, times.blocks_s, tuple(size / rate for size in sizes), times.other_s)
 
     def pass_s(self, number: int, tiles: Tiles | None) -> float | None:
         """Return what a forward of a use takes, in one piece or all its tiles; None where that is not known."""
@@ -91,7 +118,7 @@ class PredictedRun:
         """Return what all tiles take on one device, which copies what streams once for each."""
         count, times = tiling.num_forwards(tiles), tiling.times(tiles)
         each = {device: each_tile(found, count) for device, found in times.items()}
-        call_s = run_seconds(self.settled(use.component, each), each, 0.0)
+        call_s = run_seconds(self.settled(use.component, each, count), each, 0.0)
         return None if call_s is None else count * call_s
 
 

@@ -269,6 +269,7 @@ def find_settled(
                 profile=profile,
                 shares=planned.shares,
                 pass_s={n: use.pass_s or 0.0 for n, use in enumerate(run.uses) if use.use.component == component.name},
+                cold_s={n: use.cold_s for n, use in enumerate(run.first_uses) if use.use.component == component.name},
                 devices=devices if is_open else (),
                 stores=accelerators if asked.tier is None else (),
                 store=planned.store or None,

@@ -33,7 +33,7 @@ class Entered(NamedTuple):
     """What has to leave for it: component, device, and how many bytes of it."""
     in_tiles: TileChoice | None
     is_cold: bool
-    """Whether what was staged of it had to leave since the use before, or never was there."""
+    """Whether nothing is staged of what streams: it had to leave since the use before, or never was there."""
     beside_bytes: int
     """What its forwards take of each of its devices beside weights."""
 
@@ -180,6 +180,9 @@ class RunPlayer:
                 is_cold |= share.streams and here.get(use.component, 0) < share.device_bytes
                 loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, self.orders[number])
                 evicted += gone
+            # One forward alone stages nothing for the next one.
+            is_alone = use.num_passes * use.num_calls == 1 and in_tiles is None
+            is_cold |= is_alone and any(share.streamed_bytes for share in own)
             yield Entered(number, loaded, evicted, in_tiles, is_cold, beside_bytes)
 
     def choose(self, number: int, use: Use, left_bytes: int) -> TileChoice | None:
