@@ -87,11 +87,11 @@ class PredictedRun:
             if count == 1
             else self.settled(name, {at: each_tile(found[at], count) for at in found}, count)
         )
-        if len(shares) > 1 or shares[0].pass_s is None or shares[0].device not in found:
+        if len(shares) > 1 or shares[0].device not in found:
             return 0.0
         (share,) = shares
         work = self.workload(name, share, each_tile(found[share.device], count))
-        if work is None:
+        if work is None or share.pass_s is None:
             return 0.0
         return max(0.0, first_seconds(work, share.resident, share.staging_bytes, share.offsets) - share.pass_s)
 

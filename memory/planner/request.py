@@ -87,10 +87,10 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
     plans, run = plan_placed(requests, placements, profiles, uses, machine, reasons)
     if run is None:
         return plans, None
-    parts = find_settled(requests, plans, run, uses, machine)
+    settled = find_settled(requests, plans, run, uses, machine)
     best = plans, run
-    for chosen in choose_budgets(parts, uses, requests[0].machine) if parts else ():
-        tuned = plan_chosen(requests, (plans, placements, reasons), parts, chosen, uses)
+    for chosen in choose_budgets(settled, uses, requests[0].machine) if settled else ():
+        tuned = plan_chosen(requests, (plans, placements, reasons), settled, chosen, uses)
         if tuned is not None and is_shorter(tuned[1], best[1]):
             best = tuned
     return best
