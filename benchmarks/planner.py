@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -32,7 +35,7 @@ from highwater.memory.weights.component import Block, Component, TensorSpec
 from highwater.memory.weights.module_component import component_from_module
 
 from .case import Result
-from .placements.instance import Layers, random_instance
+from .placements.instance import Instance, Layers, random_instance
 from .placements.runs import Placed, run_seconds
 from .placements.search import Search
 
@@ -56,9 +59,8 @@ class Found:
     """How many complete placements were reckoned, beside those that bounds ruled out."""
 
 
-def measure_instance(random: Random) -> Found | None:
+def measure_instance(instance: Instance) -> Found | None:
     """Return how good the chosen placement of an instance is; None: none fits."""
-    instance = random_instance(random)
     modules = {part.name: Layers(part) for part in instance.parts}
     components = tuple(
         component_from_module(modules[part.name], name=part.name, kind=part.kind) for part in instance.parts
@@ -163,19 +165,30 @@ def by_size(found: list[Found]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(num_instances: int | None = None) -> Result:
-    """Measure so many instances, a second or two of one core each; by default 1,000."""
+def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Result:
+    """Measure so many instances, a second or two of one core each; by default 1,000.
+
+    Args:
+        only: the numbers of some instances, counted from 0: no others are measured.
+    """
     scale = measure_scale()
     simdevice.install("sim", num_devices=3)
     random = Random(SEED)
     found: list[Found] = []
     num_refused = 0
-    while len(found) < (num_instances or NUM_INSTANCES):
-        one = measure_instance(random)
+    for number in itertools.count():
+        if len(found) == (len(only) or num_instances or NUM_INSTANCES) or (only and number > max(only)):
+            break
+        instance = random_instance(random)
+        if only and number not in only:
+            continue
+        one = measure_instance(instance)
         if one is None:
             num_refused += 1
         else:
             found.append(one)
+            told = f"{number}: {one.slower:.2%} slower"
+            print(told if one.slower <= MOST_MEAN else f"{told}: {one.chosen}; best {one.best}", file=sys.stderr)
     mean, worst = sum(each.slower for each in found) / len(found), max(found, key=lambda each: each.slower)
     slowest_s = max(row["ms of one core"] for row in scale) / 1000
     within = sum(each.slower <= MOST_WORST for each in found)

@@ -289,7 +289,8 @@ def may_store(parts: Mapping[str, Settled], chosen: Mapping[str, Budgeted], mach
         store = chosen[name].store if name in chosen else part.store
         computing |= {share.device for share in shares}
         if store:
-            stored[store] = stored.get(store, 0) + sum(share.streamed_bytes for share in shares)
+            room_bytes = store_room(None, machine, "cpu", store).num_bytes
+            stored[store] = stored.get(store, 0) + min(room_bytes, sum(share.streamed_bytes for share in shares))
     return not computing & stored.keys() and all(
         num_bytes <= store_room(None, machine, "cpu", device).num_bytes for device, num_bytes in stored.items()
     )
@@ -315,6 +316,7 @@ def budgets_on(
     numbers = tuple(range(len(sizes.component.blocks)))
     allowed = find_allowed(sizes, device, numbers, machine, profile, first=True, keeps_free=True, current=None)
     blocks, from_ram = [size for size in sizes.blocks if size], machine.device(device).link_bytes_per_s
+    room_there = 0 if store is None else store_room(sizes, machine, device, store).num_bytes
     rate = from_ram if store is None else store_room(sizes, machine, device, store).bytes_per_s
     if not blocks or rate is None or from_ram is None or any(device not in use.times for _, use in uses):
         return []
@@ -339,7 +341,12 @@ def budgets_on(
         left = min(room, allowed.left_bytes)
         if left < largest or (room < total and left < max(room, least)) or (store is not None and left == total):
             continue
-        works = works_of(sizes, device, uses, tiles, rate)
+        # What the store has no room for comes from RAM.
+        streamed = max(1, total - left)
+        stored = min(streamed, room_there) if store is not None else streamed
+        if not stored:
+            continue
+        works = works_of(sizes, device, uses, tiles, streamed / (stored / rate + (streamed - stored) / from_ram))
         cold: Mapping[int, float] = {}
         share, passes = allowed.whole, {number: count * work.least_s for number, (count, work) in works.items()}
         if left < total:
