@@ -17,7 +17,7 @@ import itertools
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -165,30 +165,42 @@ def by_size(found: list[Found]) -> list[dict[str, Any]]:
     ]
 
 
+def drawn_instances() -> Iterator[tuple[int, Instance]]:
+    """Yield all random instances with their numbers."""
+    random = Random(SEED)
+    for number in itertools.count():
+        yield number, random_instance(random)
+
+
 def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Result:
     """Measure so many instances, a second or two of one core each; by default 1,000.
+
+    An interrupt ends it with what was measured until then.
 
     Args:
         only: the numbers of some instances, counted from 0: no others are measured.
     """
     scale = measure_scale()
     simdevice.install("sim", num_devices=3)
-    random = Random(SEED)
     found: list[Found] = []
     num_refused = 0
-    for number in itertools.count():
-        if len(found) == (len(only) or num_instances or NUM_INSTANCES) or (only and number > max(only)):
-            break
-        instance = random_instance(random)
-        if only and number not in only:
-            continue
-        one = measure_instance(instance)
-        if one is None:
-            num_refused += 1
-        else:
+    numbers: Iterable[int] = sorted(only) if only else itertools.count()
+    is_whole, instances = False, drawn_instances()
+    try:
+        for number in numbers:
+            if not only and len(found) == (num_instances or NUM_INSTANCES):
+                break
+            one = measure_instance(next(each for at, each in instances if at == number))
+            if one is None:
+                num_refused += 1
+                continue
             found.append(one)
             told = f"{number}: {one.slower:.2%} slower"
             print(told if one.slower <= MOST_MEAN else f"{told}: {one.chosen}; best {one.best}", file=sys.stderr)
+        is_whole = True
+    except KeyboardInterrupt:
+        if not found:
+            raise
     mean, worst = sum(each.slower for each in found) / len(found), max(found, key=lambda each: each.slower)
     slowest_s = max(row["ms of one core"] for row in scale) / 1000
     within = sum(each.slower <= MOST_WORST for each in found)
@@ -206,7 +218,7 @@ def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Res
     return Result(
         question=(
             f"How much slower than the best placement is the one that is chosen? {len(found)} random instances "
-            f"({num_refused} more do not fit), {sum(each.num_reckoned for each in found)} placements reckoned beside "
+            f"({num_refused} more do not fit{'' if is_whole else '; interrupted then'}), {sum(each.num_reckoned for each in found)} placements reckoned beside "
             f"those that bounds rule out, the best {NUM_MEASURED} of each measured. The worst: chosen {worst.chosen}; "
             f"best {worst.best}"
         ),

@@ -103,7 +103,8 @@ def choose_budgets(parts: Mapping[str, Settled], uses: Sequence[Use], machine: M
         own = numbered(uses, name)
         whole[name] = options_of(part, own, reckoned.machine)
         levels = sorted({level for _, use in own for level in room_levels(use)}, reverse=True)
-        tiled[name] = whole[name] + [
+        tiled[name] = [] if levels else whole[name]
+        tiled[name] += [
             option
             for level in levels
             for using in [with_room(uses, {name: level})]
@@ -112,7 +113,7 @@ def choose_budgets(parts: Mapping[str, Settled], uses: Sequence[Use], machine: M
     before_s = reckoned.seconds_of({})
     found = reckoned.best(whole, [{}])
     answers = [found]
-    if any(len(tiled[name]) > len(whole[name]) for name in parts):
+    if any(use.tiling is not None for use in uses):
         answers.append(reckoned.best({name: pareto(options) for name, options in tiled.items()}, [{}, found[1]]))
     best: list[dict[str, Budgeted]] = []
     for seconds, chosen in answers:
