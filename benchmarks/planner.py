@@ -185,7 +185,7 @@ def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Res
     found: list[Found] = []
     num_refused = 0
     numbers: Iterable[int] = sorted(only) if only else itertools.count()
-    is_whole, instances = False, drawn_instances()
+    ended, instances = "; interrupted then", drawn_instances()
     try:
         for number in numbers:
             if not only and len(found) == (num_instances or NUM_INSTANCES):
@@ -197,7 +197,7 @@ def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Res
             found.append(one)
             told = f"{number}: {one.slower:.2%} slower"
             print(told if one.slower <= MOST_MEAN else f"{told}: {one.chosen}; best {one.best}", file=sys.stderr)
-        is_whole = True
+        ended = ""
     except KeyboardInterrupt:
         if not found:
             raise
@@ -218,9 +218,9 @@ def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Res
     return Result(
         question=(
             f"How much slower than the best placement is the one that is chosen? {len(found)} random instances "
-            f"({num_refused} more do not fit{'' if is_whole else '; interrupted then'}), {sum(each.num_reckoned for each in found)} placements reckoned beside "
-            f"those that bounds rule out, the best {NUM_MEASURED} of each measured. The worst: chosen {worst.chosen}; "
-            f"best {worst.best}"
+            f"({num_refused} more do not fit{ended}), {sum(each.num_reckoned for each in found)} placements reckoned "
+            f"beside those that bounds rule out, the best {NUM_MEASURED} of each measured. The worst: "
+            f"chosen {worst.chosen}; best {worst.best}"
         ),
         rows=rows,
         ratio=max(mean / MOST_MEAN, worst.slower / MOST_WORST, slowest_s / MOST_SCALE_S),
