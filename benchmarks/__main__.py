@@ -85,6 +85,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
     parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
     parser.add_argument("--instances", type=int, help="of planner: how many random instances (1000)")
+    parser.add_argument("--only", type=int, nargs="+", help="of planner: the numbers of the instances, from 0")
     options = parser.parse_args()
     if options.name == "gpu":
         if options.json:
@@ -106,11 +107,14 @@ def main() -> int:
         parser.error("--instances is an option of planner: 1 or more")
     if options.cases is not None and (options.name != "forecast" or options.cases < 1):
         parser.error("--cases is an option of forecast: 1 or more")
-    asked = {"num_instances": options.instances, "num_cases": options.cases}
+    if options.only and options.name != "planner":
+        parser.error("--only is an option of planner")
+    asked = {"only": options.only, "num_instances": options.instances, "num_cases": options.cases}
     asked = {name: number for name, number in asked.items() if number is not None}
     result: Result = import_module(f".{options.name}", __package__).measure(**asked)
     given = {"--instances": options.instances, "--cases": options.cases}
-    write_result(options.name, result, "".join(f" {name} {n}" for name, n in given.items() if n is not None))
+    if not options.only:  # a few are no result
+        write_result(options.name, result, "".join(f" {name} {n}" for name, n in given.items() if n is not None))
     if options.json:
         print(
             json.dumps(

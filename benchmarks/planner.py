@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
@@ -34,7 +37,7 @@ from highwater.memory.weights.module_component import component_from_module
 
 from .case import Result
 from .placements.group_cases import GROUP_CASES
-from .placements.instance import Layers, random_instance
+from .placements.instance import Instance, Layers, random_instance
 from .placements.runs import Placed, run_seconds
 from .placements.search import Search
 
@@ -58,9 +61,8 @@ class Found:
     """How many complete placements were reckoned, beside those that bounds ruled out."""
 
 
-def measure_instance(random: Random) -> Found | None:
+def measure_instance(instance: Instance) -> Found | None:
     """Return how good the chosen placement of an instance is; None: none fits."""
-    instance = random_instance(random)
     modules = {part.name: Layers(part) for part in instance.parts}
     components = tuple(
         component_from_module(modules[part.name], name=part.name, kind=part.kind) for part in instance.parts
@@ -69,7 +71,9 @@ def measure_instance(random: Random) -> Found | None:
         plan = plan_request(PlanRequest(components=components, machine=instance.machine, uses=instance.uses))
     except (DoesNotFit, InvalidInput):
         return None
-    chosen = Placed(placement=plan.placement, profile=plan.profile)
+    assert plan.run is not None
+    uses = tuple(each.use for each in plan.run.uses)
+    chosen = Placed(placement=plan.placement, profile=plan.profile, uses=uses)
     search = Search(instance, modules, NUM_MEASURED)
     measured: dict[str, float] = {}
     chosen_s = run_seconds(instance, modules, chosen)
@@ -190,19 +194,42 @@ def by_size(found: list[Found]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(num_instances: int | None = None) -> Result:
-    """Measure so many instances, a second or two of one core each; by default 1,000."""
+def drawn_instances() -> Iterator[tuple[int, Instance]]:
+    """Yield all random instances with their numbers."""
+    random = Random(SEED)
+    for number in itertools.count():
+        yield number, random_instance(random)
+
+
+def measure(num_instances: int | None = None, only: Collection[int] = ()) -> Result:
+    """Measure so many instances, a second or two of one core each; by default 1,000.
+
+    An interrupt ends it with what was measured until then.
+
+    Args:
+        only: the numbers of some instances, counted from 0: no others are measured.
+    """
     scale, groups = measure_scale(), measure_groups()
     simdevice.install("sim", num_devices=3)
-    random = Random(SEED)
     found: list[Found] = []
     num_refused = 0
-    while len(found) < (num_instances or NUM_INSTANCES):
-        one = measure_instance(random)
-        if one is None:
-            num_refused += 1
-        else:
+    numbers: Iterable[int] = sorted(only) if only else itertools.count()
+    ended, instances = "; interrupted then", drawn_instances()
+    try:
+        for number in numbers:
+            if not only and len(found) == (num_instances or NUM_INSTANCES):
+                break
+            one = measure_instance(next(each for at, each in instances if at == number))
+            if one is None:
+                num_refused += 1
+                continue
             found.append(one)
+            told = f"{number}: {one.slower:.2%} slower"
+            print(told if one.slower <= MOST_MEAN else f"{told}: {one.chosen}; best {one.best}", file=sys.stderr)
+        ended = ""
+    except KeyboardInterrupt:
+        if not found:
+            raise
     mean, worst = sum(each.slower for each in found) / len(found), max(found, key=lambda each: each.slower)
     slowest_s = max(row["ms of one core"] for row in scale) / 1000
     within = sum(each.slower <= MOST_WORST for each in found)
@@ -220,9 +247,9 @@ def measure(num_instances: int | None = None) -> Result:
     return Result(
         question=(
             f"How much slower than the best placement is the one that is chosen? {len(found)} random instances "
-            f"({num_refused} more do not fit), {sum(each.num_reckoned for each in found)} placements reckoned beside "
-            f"those that bounds rule out, the best {NUM_MEASURED} of each measured. The worst: chosen {worst.chosen}; "
-            f"best {worst.best}"
+            f"({num_refused} more do not fit{ended}), {sum(each.num_reckoned for each in found)} placements reckoned "
+            f"beside those that bounds rule out, the best {NUM_MEASURED} of each measured. The worst: "
+            f"chosen {worst.chosen}; best {worst.best}"
         ),
         rows=rows,
         ratio=max(mean / MOST_MEAN, worst.slower / MOST_WORST, slowest_s / MOST_SCALE_S),

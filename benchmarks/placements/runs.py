@@ -20,6 +20,7 @@ from highwater.memory.api import Managed
 from highwater.memory.options.marks import parse_watermarks
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.planner import device_plan
+from highwater.memory.planner.run import Use
 from highwater.memory.planner.tiles import Tiles, choose_tiles, halve_tiles
 from highwater.memory.units import GIB
 
@@ -39,6 +40,8 @@ class Placed:
     profile: OffloadProfile
     tiles: Mapping[str, Tiles | None] | None = None
     """By component; None: chosen as they are decoded."""
+    uses: tuple[Use, ...] = ()
+    """The uses as they were planned, with what is kept for tiles that are chosen as they are decoded."""
     tries_residents: bool = False
     """Whether all residents are tried within each budget, in place of the planner's search."""
 
@@ -63,7 +66,7 @@ def run_seconds(instance: Instance, modules: Mapping[str, nn.Module], placed: Pl
         manager = MemoryManager()
         manager.commands.set_default_watermarks(parse_watermarks("1MiB:1MiB"))
         tiles = placed.tiles or {}
-        uses = [part.use(tiles.get(part.name), may_tile=placed.tiles is None) for part in instance.parts]
+        uses = placed.uses or [part.use(tiles.get(part.name)) for part in instance.parts]
         managed = manage(
             dict(modules), placed.profile, placement=placed.placement, manager=manager, name="run", uses=uses
         )
@@ -114,8 +117,9 @@ def fitting_tiles(managed: Managed, module: nn.Module, part: Part) -> Tiles | No
     if place is None:
         return None
     room = vae_room.beside(place.device, place.name)
-    taken = place.missing_bytes + room.kept_bytes + 2 * HIDDEN_BYTES
-    choice = choose_tiles(part.size, part.tile_bytes, room.free_bytes + room.idle_bytes - taken)
+    taken = place.missing_bytes + room.kept_bytes + HIDDEN_BYTES
+    # What a plan keeps for tiles is with what a forward makes beside its input.
+    choice = choose_tiles(part.size, lambda tiles: part.tile_bytes(tiles) + HIDDEN_BYTES, room.tile_bytes(place, taken))
     tiles = choice.tiles if choice is not None else None
     lacking = part.tile_bytes(tiles) + taken - room.free_bytes
     if lacking > 0 and room.idle_bytes:

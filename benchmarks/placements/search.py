@@ -27,10 +27,10 @@ from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.planner.capacity import Machine
 from highwater.memory.planner.device_plan import DevicePlan, plan_share
 from highwater.memory.planner.device_store import reached_at, store_room
-from highwater.memory.planner.request import keep_for_uses
 from highwater.memory.planner.run import Use
 from highwater.memory.planner.run_plan import first_and_further, hop_seconds, run_seconds
 from highwater.memory.planner.sizes import Sizes
+from highwater.memory.planner.tile_room import keep_for_uses
 from highwater.memory.planner.tiles import Tiles, candidates
 from highwater.memory.weights.component import Component
 from highwater.memory.weights.form_numbers import AS_THEY_CAME

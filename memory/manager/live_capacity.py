@@ -13,7 +13,7 @@ from functools import partial
 from ..errors import DoesNotFit, InvalidInput
 from ..options.marks import HOST
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine, PeerLink
-from ..planner.plan import ComponentPlan
+from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.replanning import confirm_plan, replan
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.input_size import Size
@@ -181,7 +181,11 @@ class LiveCapacity:
         )
 
     def expect(self, member: Member, num_bytes: int) -> bool:
-        """Note what forwards to come are predicted to take on a member's first device; returns whether it is news."""
+        """Note what forwards to come are predicted to take on a member's first device; returns whether it is news.
+
+        No more than what its plan keeps for tiles, where it has them.
+        """
+        num_bytes = min(num_bytes, member.tile_bytes or num_bytes)
         return self.needs.expect(self.key_of(member.managed.component, member.managed.primary.name, member), num_bytes)
 
     def kept_for_sharing(self, member: Member | None, device: str) -> int:
@@ -446,11 +450,23 @@ class LiveCapacity:
             return confirm_plan(*chosen) or replan(*chosen)
 
         try:
-            return plan(spares=True)
+            found = plan(spares=True)
         except (DoesNotFit, InvalidInput):
             if not any(self.spared_by(member)):
                 raise
             return plan(spares=False)
+        # Beside those that it streams past there may be too little room for its forwards.
+        is_short = any(self.keeps_too_little(member, share, size) for share in found.shares)
+        return plan(spares=False) if is_short and any(self.spared_by(member)) else found
+
+    def keeps_too_little(self, member: Member, share: DevicePlan, size: Size | None) -> bool:
+        """Whether a share keeps less free than forwards are known to need."""
+        if share.device == "cpu":
+            return False
+        kept = self.needed(member, share.device, size)
+        if kept is None or kept.num_bytes == EVERYTHING:
+            return False
+        return kept.num_bytes > max(share.keeps_bytes, self.mark_of(share.device).low_bytes)
 
     def end_run(self, member: Member) -> None:
         """End a run of a member: what only an earlier, larger run needed is no longer kept free."""

@@ -106,6 +106,8 @@ class Member:
         self.activation_bytes: Counter[str] = Counter()
         """What its forwards needed of a device beside what was there, in this run and the last."""
         self.activation_before: Counter[str] = Counter()
+        self.tile_bytes = 0
+        """What its plan keeps free for the tiles in which it decodes; 0: they take what fits beside the model."""
         self.allocated_at_entry: dict[str, int] = {}
         self.foreign_at_plan: dict[str, int] = {}
         """The bytes of each device that others than torch's allocator had when it was planned."""

@@ -2,7 +2,8 @@
 
 [Note: VAE room] A decode may take what is free above the low mark. Idle text encoders, vision models and other VAEs
 leave for it: they are done, or brought back in a moment. Nothing of a diffusion model or of what guides it leaves while
-smaller tiles would do: its weights are most of what a run copies.
+smaller tiles would do: its weights are most of what a run copies. Where a plan reckoned that a run is shorter if a
+decode has more room, in larger tiles or in one piece, it has that much: it is kept free as the VAE is loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,19 @@ GIVING_KINDS = frozenset({"text", "vision", "vae"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VaePlace:
+    """Where a managed VAE computes."""
+
+    name: str
+    """Its id in the books."""
+    device: str
+    missing_bytes: int
+    """What its plan takes of the device, and is not there."""
+    tile_bytes: int = 0
+    """What is kept free for its tiles as it is loaded, whatever leaves for that; 0: what fits beside the model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
     """The bytes of a device that a VAE may use."""
 
@@ -31,17 +45,17 @@ class Room:
     """Of these the low mark keeps so many free."""
     idle_bytes: int
     """What idle components could give that leave before a VAE decodes in tiles."""
+    model_bytes: int = 0
+    """What the others could give, that leave only where a plan keeps room for a decode."""
 
+    def tile_bytes(self, place: VaePlace, taken_bytes: int) -> int:
+        """Return what a decode may take: what fits beside the model, or what the plan keeps for it if that is there.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VaePlace:
-    """Where a managed VAE computes."""
-
-    name: str
-    """Its id in the books."""
-    device: str
-    missing_bytes: int
-    """What its plan takes of the device, and is not there."""
+        Args:
+            taken_bytes: what is to stay free, or comes yet.
+        """
+        left = self.free_bytes + self.idle_bytes - taken_bytes
+        return max(left, min(place.tile_bytes, left + self.kept_bytes + self.model_bytes))
 
 
 class VaeRoom:
@@ -66,16 +80,19 @@ class VaeRoom:
                 return None
             device = shares[0].device
             missing = shares[0].device_bytes - self.capacity.ledger.held(member.id, device)
-            return VaePlace(name=member.id, device=device, missing_bytes=max(0, missing))
+            return VaePlace(name=member.id, device=device, missing_bytes=max(0, missing), tile_bytes=member.tile_bytes)
 
     def beside(self, device: str, vae: str) -> Room:
         """Return what a VAE, by its id in the books, may use of a device; moves nothing."""
         with self.lock.exclusive():
             found = self.capacity.devices[device]
+            all_idle = sum(each.device_bytes for each in self.capacity.candidates(found, None) if each.component != vae)
+            idle_bytes = sum(num_bytes for _, num_bytes in self.giving(device, vae))
             return Room(
                 free_bytes=self.capacity.free_bytes(found),
                 kept_bytes=self.capacity.mark_of(device).low_bytes,
-                idle_bytes=sum(num_bytes for _, num_bytes in self.giving(device, vae)),
+                idle_bytes=idle_bytes,
+                model_bytes=all_idle - idle_bytes,
             )
 
     def clear(self, device: str, vae: str, num_bytes: int, reason: str) -> int:

@@ -6,13 +6,15 @@ those that stream while it computes, and evicts less. So where a repeated run wo
 another, then two at a time, are tried on each device that is open to them with several budgets and stores, while a run
 gets shorter by the reckoning: from what was planned, and from all of them where they compute fastest. The plan with the
 budgets is made only if its own prediction is shorter, too. Only where the user set no budget, and all times are known.
+What has tiles is tried with room for one piece and for tiles of several sizes ([Note: room for tiles] in
+`tile_room.py`), also where its device and its budget are given.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
 from ..options.profile import OffloadProfile
@@ -22,9 +24,10 @@ from .device_plan import DevicePlan, find_allowed
 from .device_store import rate_from, store_room
 from .prefetch_schedule import spread_residents
 from .run import Use
-from .run_plan import first_and_further, tiled_seconds
+from .run_play import RunPlayer
 from .sizes import Sizes
 from .staging_layout import window_seconds
+from .tile_room import keep_for_uses, room_levels, seconds_with_colors, tiled_times, tiles_seconds, with_room
 from .tiles import Tiles
 from .workload import Workload
 
@@ -52,11 +55,15 @@ class Settled:
     pass_s: Mapping[int, float]
     """What a forward takes, by the number of the use."""
     devices: tuple[str, ...] = ()
-    """Those on each of which alone it may be, with any budget; none: it stays as it is."""
+    """Those on each of which alone it may be, with any budget; none: it stays where it is, with what it may take."""
     stores: tuple[str, ...] = ()
     """The devices from whose memory it may stream."""
+    cold_s: Mapping[int, float] = field(default_factory=dict)
+    """How much longer the first forward of each use takes where nothing is staged."""
     store: str | None = None
     """The one from which it was planned to."""
+    tile_bytes: int | None = None
+    """What was planned to be kept for its tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,61 +77,156 @@ class Budgeted:
     pass_s: Mapping[int, float]
     forwards_s: float
     """What all forwards of a run take at least."""
+    beside_bytes: int
+    """What they take of the device beside weights, in the tiles for which there is room."""
+    cold_s: Mapping[int, float] = field(default_factory=dict)
+    """How much longer the first forward of each use takes where nothing is staged."""
     store: str | None = None
     """The device from whose memory it streams; None: from where it rests."""
+    tile_bytes: int | None = None
+    """What is kept for its tiles (`Use.tile_bytes`)."""
 
 
-def choose_budgets(parts: Mapping[str, Settled], uses: Sequence[Use], machine: Machine) -> dict[str, Budgeted]:
-    """Return the components that had better be elsewhere or keep fewer blocks; none where that gains nothing.
+def choose_budgets(parts: Mapping[str, Settled], uses: Sequence[Use], machine: Machine) -> list[dict[str, Budgeted]]:
+    """Return which components had better be elsewhere, keep fewer blocks, or keep less for tiles.
 
-    Arithmetic by estimates; some hundred of them take tens of milliseconds.
+    Up to two answers: the best that keeps room for one piece of everything, and a better one that does not. None where
+    that gains nothing. Arithmetic by estimates; some hundred of them take tens of milliseconds.
+
+    Args:
+        machine: without what is kept for the uses.
     """
+    reckoned = Reckoning(parts, uses, keep_for_uses(machine, uses))
+    whole: dict[str, list[Budgeted]] = {}
+    tiled: dict[str, list[Budgeted]] = {}
+    for name, part in parts.items():
+        own = numbered(uses, name)
+        whole[name] = options_of(part, own, reckoned.machine)
+        levels = sorted({level for _, use in own for level in room_levels(use)}, reverse=True)
+        tiled[name] = [] if levels else whole[name]
+        tiled[name] += [
+            option
+            for level in levels
+            for using in [with_room(uses, {name: level})]
+            for option in options_of(part, numbered(using, name), keep_for_uses(machine, using), tile_bytes=level)
+        ]
+    before_s = reckoned.seconds_of({})
+    found = reckoned.best(whole, [{}])
+    answers = [found]
+    if any(use.tiling is not None for use in uses):
+        answers.append(reckoned.best({name: pareto(options) for name, options in tiled.items()}, [{}, found[1]]))
+    best: list[dict[str, Budgeted]] = []
+    for seconds, chosen in answers:
+        if seconds < before_s * (1 - LEAST_GAIN):
+            best.append(dict(chosen))
+            before_s = seconds
+    return best
 
-    def seconds_of(chosen: Mapping[str, Budgeted]) -> float:
-        if not may_store(parts, chosen, machine):
-            return math.inf
-        shares = {name: (chosen[name].share,) if name in chosen else part.shares for name, part in parts.items()}
-        passes = {
-            number: (chosen[use.component] if use.component in chosen else parts[use.component]).pass_s[number]
-            for number, use in enumerate(uses)
+
+class Reckoning:
+    """What a run takes by estimate with some of its components elsewhere, or with other budgets."""
+
+    def __init__(self, parts: Mapping[str, Settled], uses: Sequence[Use], machine: Machine) -> None:
+        self.parts = parts
+        self.uses = uses
+        self.machine = machine
+        self.player = RunPlayer(uses, machine)
+        self.tiled_uses: dict[tuple[int, int | None], Use] = {}
+        self.tiles_s: dict[tuple[int, int, Tiles], float | None] = {}
+        self.planned_s = {
+            name: sum(use.num_passes * part.pass_s[number] for number, use in numbered(uses, name))
+            for name, part in parts.items()
         }
+        """By component, what its forwards take as planned."""
+
+    def seconds_of(self, chosen: Mapping[str, Budgeted]) -> float:
+        if not may_store(self.parts, chosen, self.machine):
+            return math.inf
+        shares = {name: (chosen[name].share,) if name in chosen else part.shares for name, part in self.parts.items()}
+        uses = [
+            self.with_tiles(number, use, chosen.get(use.component, self.parts[use.component]).tile_bytes)
+            for number, use in enumerate(self.uses)
+        ]
 
         def pass_s(number: int, tiles: Tiles | None) -> float | None:
-            tiling = uses[number].tiling
-            if tiles is None or tiling is None:
-                return passes[number]
-            name = uses[number].component
-            share, store = shares[name][0], chosen[name].store if name in chosen else parts[name].store
-            return tiled_seconds(share, tiling, tiles, rate_from(store, share.device, machine))
+            use = uses[number]
+            name = use.component
+            if tiles is None or use.tiling is None:
+                return (chosen[name] if name in chosen else self.parts[name]).pass_s[number]
+            share, store = shares[name][0], chosen[name].store if name in chosen else self.parts[name].store
+            key = id(share), number, tiles
+            if key not in self.tiles_s:
+                rate = rate_from(store, share.device, self.machine)
+                self.tiles_s[key] = tiles_seconds(self.parts[name].sizes, share, use, tiles, rate)
+            return self.tiles_s[key]
 
-        run = first_and_further(shares, uses, machine, pass_s=pass_s)
-        over = sum(
-            max(0, -run.remaining_bytes(device) - machine.device(device).kept_free_bytes) for device in run.devices
+        def cold_s(number: int, tiles: Tiles | None) -> float:
+            name = self.uses[number].component
+            return (chosen[name] if name in chosen else self.parts[name]).cold_s.get(number, 0.0)
+
+        run = self.player.sum_up(shares, uses, pass_s=pass_s, cold_s=cold_s)
+        if run.seconds is None or any(use.tile_bytes is None for use, _ in run.chosen_tiles):
+            return math.inf  # tiles keep what they take: that is another choice
+        seconds = seconds_with_colors(run.seconds, (choice for _, choice in run.chosen_tiles))
+        return seconds + run.overfull_bytes * OVERFULL_S
+
+    def with_tiles(self, number: int, use: Use, tile_bytes: int | None) -> Use:
+        """Return a use with what is kept for its tiles."""
+        if use.tiling is None or tile_bytes is None:
+            return use
+        key = number, tile_bytes
+        if key not in self.tiled_uses:
+            self.tiled_uses[key] = replace(use, tile_bytes=tile_bytes)
+        return self.tiled_uses[key]
+
+    def best(
+        self, options: Mapping[str, Sequence[Budgeted]], starts: Sequence[Mapping[str, Budgeted]]
+    ) -> tuple[float, Mapping[str, Budgeted]]:
+        """Return the shortest run that changes of one or two components find, from some starts and the quickest one."""
+        quickest = {
+            name: min(found, key=lambda option: (option.store is not None, option.forwards_s))
+            for name, found in options.items()
+            if found and self.parts[name].devices
+        }
+        tried = [improve(start, self.parts, options, self.planned_s, self.seconds_of) for start in (*starts, quickest)]
+        return min(tried, key=lambda found: found[0])
+
+
+def options_of(
+    part: Settled, uses: Sequence[tuple[int, Use]], machine: Machine, *, tile_bytes: int | None = None
+) -> list[Budgeted]:
+    """Return the ways to compute a component that are open to it: where it is not, with other tiles alone."""
+    found: list[Budgeted] = []
+    if part.devices:
+        ways = [pair for pair in product(part.devices, (None, *part.stores)) if pair[0] != pair[1]]
+    elif tile_bytes is not None and len(part.shares) == 1 and part.shares[0].device != "cpu":
+        ways = [(part.shares[0].device, part.store)]
+    else:
+        ways = []
+    for device, store in ways:
+        found += budgets_on(
+            part.sizes, device, store, uses, machine, part.profile, is_open=bool(part.devices), tile_bytes=tile_bytes
         )
-        return math.inf if run.seconds is None else run.seconds + over * OVERFULL_S
+    return found
 
-    options = {
-        name: [
-            option
-            for device, store in product(part.devices, (None, *part.stores))
-            if device != store
-            for option in budgets_on(part.sizes, device, store, numbered(uses, name), machine, part.profile)
-        ]
-        for name, part in parts.items()
-    }
-    planned_s = {
-        name: sum(use.num_passes * part.pass_s[number] for number, use in numbered(uses, name))
-        for name, part in parts.items()
-    }
-    quickest = {
-        name: min(found, key=lambda option: (option.store is not None, option.forwards_s))
-        for name, found in options.items()
-        if found
-    }
-    before_s = seconds_of({})
-    starts = [improve(start, parts, options, planned_s, seconds_of) for start in ({}, quickest)]
-    best_s, best = min(starts, key=lambda found: found[0])
-    return dict(best) if best_s < before_s * (1 - LEAST_GAIN) else {}
+
+def pareto(options: Sequence[Budgeted]) -> list[Budgeted]:
+    """Return the options of which no other one at the same places is as fast and takes no more."""
+    kept: list[Budgeted] = []
+
+    def takes(option: Budgeted) -> tuple[float, int, int]:
+        share = option.share
+        return option.forwards_s, share.device_bytes + option.beside_bytes, share.fixed_bytes + share.resident_bytes
+
+    for option in sorted(options, key=takes):
+        _, *bytes_ = takes(option)
+        if not any(
+            (other.share.device, other.store) == (option.share.device, option.store)
+            and all(theirs <= ours for theirs, ours in zip(takes(other)[1:], bytes_, strict=True))
+            for other in kept
+        ):
+            kept.append(option)
+    return kept
 
 
 def improve(
@@ -188,7 +290,8 @@ def may_store(parts: Mapping[str, Settled], chosen: Mapping[str, Budgeted], mach
         store = chosen[name].store if name in chosen else part.store
         computing |= {share.device for share in shares}
         if store:
-            stored[store] = stored.get(store, 0) + sum(share.streamed_bytes for share in shares)
+            room_bytes = store_room(None, machine, "cpu", store).num_bytes
+            stored[store] = stored.get(store, 0) + min(room_bytes, sum(share.streamed_bytes for share in shares))
     return not computing & stored.keys() and all(
         num_bytes <= store_room(None, machine, "cpu", device).num_bytes for device, num_bytes in stored.items()
     )
@@ -201,11 +304,20 @@ def budgets_on(
     uses: Sequence[tuple[int, Use]],
     machine: Machine,
     profile: OffloadProfile,
+    *,
+    is_open: bool = True,
+    tile_bytes: int | None = None,
 ) -> list[Budgeted]:
-    """Return a component alone on a device with several budgets, as far as it can compute with them."""
+    """Return a component alone on a device with several budgets, as far as it can compute with them.
+
+    Args:
+        is_open: whether other budgets than the user's may be tried.
+        tile_bytes: what the uses keep for their tiles.
+    """
     numbers = tuple(range(len(sizes.component.blocks)))
     allowed = find_allowed(sizes, device, numbers, machine, profile, first=True, keeps_free=True, current=None)
     blocks, from_ram = [size for size in sizes.blocks if size], machine.device(device).link_bytes_per_s
+    room_there = 0 if store is None else store_room(sizes, machine, device, store).num_bytes
     rate = from_ram if store is None else store_room(sizes, machine, device, store).bytes_per_s
     if not blocks or rate is None or from_ram is None or any(device not in use.times for _, use in uses):
         return []
@@ -213,17 +325,33 @@ def budgets_on(
         return []
     total, largest = sum(blocks), max(blocks)
     fixed = allowed.whole.device_bytes - total
-    levels = {total * level // NUM_LEVELS // largest * largest for level in range(1, NUM_LEVELS)}
+    levels = {total * level // NUM_LEVELS // largest * largest for level in range(1, NUM_LEVELS) if is_open}
     # A budget that is not the user's is raised to what lets copies and computes overlap (`find_limit`).
     least = align_up(allowed.least_bytes + largest, MIB) - fixed
+    # What is computed in the tiles for which there is room.
+    tiles = {
+        number: choice.tiles
+        for number, use in uses
+        if use.tiling is not None and tile_bytes is not None
+        for choice in [use.tiling.choose(tile_bytes)]
+        if choice is not None
+    }
+    beside = max((use.held_bytes + (use.kept_bytes or 0) for _, use in uses), default=0)
     found = []
     for room in (total, *sorted(levels, reverse=True)):
         left = min(room, allowed.left_bytes)
         if left < largest or (room < total and left < max(room, least)) or (store is not None and left == total):
             continue
-        share, passes = allowed.whole, {number: use.num_calls * use.times[device].pass_s for number, use in uses}
+        # What the store has no room for comes from RAM.
+        streamed = max(1, total - left)
+        stored = min(streamed, room_there) if store is not None else streamed
+        if not stored:
+            continue
+        works = works_of(sizes, device, uses, tiles, streamed / (stored / rate + (streamed - stored) / from_ram))
+        cold: Mapping[int, float] = {}
+        share, passes = allowed.whole, {number: count * work.least_s for number, (count, work) in works.items()}
         if left < total:
-            share, passes = fastest(sizes, allowed.whole, left, rate, uses)
+            share, passes, cold = fastest(sizes, allowed.whole, left, uses, works)
         budget_bytes = fixed + room if room < total else None
         forwards_s = sum(use.num_passes * passes[number] for number, use in uses)
         found.append(
@@ -233,27 +361,50 @@ def budgets_on(
                 share=share,
                 pass_s=passes,
                 forwards_s=forwards_s,
+                beside_bytes=beside,
+                cold_s=cold,
                 store=store,
+                tile_bytes=tile_bytes,
             )
         )
     return found
 
 
+def works_of(
+    sizes: Sizes, device: str, uses: Sequence[tuple[int, Use]], tiles: Mapping[int, Tiles], rate: float
+) -> dict[int, tuple[int, Workload]]:
+    """Return how often the blocks run in a forward of each use, and what they do each time."""
+    copies = tuple(size / rate for size in sizes.blocks)
+    found = {}
+    for number, use in uses:
+        times, count = use.times[device], use.num_calls
+        if number in tiles and use.tiling is not None:
+            times, count = tiled_times(times, use.tiling, tiles[number]), use.tiling.num_forwards(tiles[number])
+        found[number] = count, Workload(sizes.blocks, times.blocks_s, copies, times.other_s)
+    return found
+
+
 def fastest(
-    sizes: Sizes, whole: DevicePlan, left_bytes: int, rate: float, uses: Sequence[tuple[int, Use]]
-) -> tuple[DevicePlan, dict[int, float]]:
-    """Return a share that streams beside residents spread evenly, and what a forward of each use takes, by estimate."""
+    sizes: Sizes,
+    whole: DevicePlan,
+    left_bytes: int,
+    uses: Sequence[tuple[int, Use]],
+    works: Mapping[int, tuple[int, Workload]],
+) -> tuple[DevicePlan, dict[int, float], dict[int, float]]:
+    """Return a share that streams beside residents spread evenly, and what a forward of each use takes, by estimate.
+
+    The last is how much longer the first forward of each takes.
+    """
     largest, total = max(sizes.blocks), sum(sizes.blocks)
     found: list[tuple[float, int, DevicePlan, dict[int, float]]] = []
     for factor in STAGING_SIZES:
         staging_bytes = min(left_bytes, int(factor * largest))
         resident = spread_residents(sizes.blocks, left_bytes - staging_bytes)
         resident_bytes = sum(sizes.blocks[number] for number in resident)
-        passes = {}
-        for number, use in uses:
-            times = use.times[whole.device]
-            work = Workload(sizes.blocks, times.blocks_s, tuple(size / rate for size in sizes.blocks), times.other_s)
-            passes[number] = use.num_calls * window_seconds(work, resident, left_bytes - resident_bytes)
+        passes = {
+            number: count * window_seconds(work, resident, left_bytes - resident_bytes)
+            for number, (count, work) in works.items()
+        }
         share = replace(
             whole,
             resident=frozenset(),
@@ -264,4 +415,9 @@ def fastest(
         )
         found.append((sum(use.num_passes * passes[number] for number, use in uses), len(found), share, passes))
     _, _, share, passes = min(found, key=lambda each: each[:2])
-    return share, passes
+    resident = spread_residents(sizes.blocks, share.resident_bytes)
+    cold = {
+        number: max(0.0, window_seconds(work, resident, share.staging_bytes, is_first=True) - passes[number] / count)
+        for number, (count, work) in works.items()
+    }
+    return share, passes, cold

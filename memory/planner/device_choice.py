@@ -22,7 +22,8 @@ from ..units import format_bytes, format_seconds
 from .capacity import DeviceCapacity, Machine
 from .device_options import SMALLEST_GAIN, Choice, choose_for, choose_in_turn, find_choices, stored_elsewhere
 from .run import Use
-from .run_plan import copy_rate, first_and_further
+from .run_plan import copy_rate
+from .run_play import RunPlayer
 from .sizes import Sizes
 from .tied_weights import can_split
 from .tiles import Tiles
@@ -116,8 +117,9 @@ def best_choices(
     options: Mapping[str, Sequence[Choice]], uses: Sequence[Use], machine: Machine, left_open: Sequence[str]
 ) -> dict[str, Choice]:
     """Return the choice of each component with which the run takes least time, as far as the search finds it."""
+    player = RunPlayer(uses, machine)
     best = {name: found[0] for name, found in options.items()}
-    best_s = cost_of(best, uses, machine)
+    best_s = cost_of(best, uses, machine, player)
     # What its forwards take at least: many choices need no more to be ruled out.
     least_s = {
         id(choice): sum(use.num_passes * choice.pass_s(use, machine) for use in uses if use.component == name)
@@ -132,7 +134,7 @@ def best_choices(
             at_least_s = sum(least_s[id(choice)] for choice in changed.values())
             if at_least_s > best_s * (1 + SMALLEST_GAIN) or not are_apart(changed):
                 continue
-            seconds = cost_of(changed, uses, machine)
+            seconds = cost_of(changed, uses, machine, player)
             is_alike = seconds <= best_s * (1 + SMALLEST_GAIN)
             if seconds < best_s * (1 - SMALLEST_GAIN) or (is_alike and rank_of(changed) < rank_of(best)):
                 best, best_s = changed, seconds
@@ -165,7 +167,7 @@ def rank_of(chosen: Mapping[str, Choice]) -> tuple[int, int, int]:
     return sum(choice.streams for choice in chosen.values()), from_ram, num_devices
 
 
-def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine) -> float:
+def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine, player: RunPlayer) -> float:
     """Return what a repeated run takes at least, in seconds; assumed link speeds where they are not known."""
     shares = {name: choice.shares for name, choice in chosen.items()}
 
@@ -174,16 +176,10 @@ def cost_of(chosen: Mapping[str, Choice], uses: Sequence[Use], machine: Machine)
         times = use.tiling.work(tiles) if tiles is not None and use.tiling is not None else 1.0
         return times * chosen[use.component].pass_s(use, machine)
 
-    run = first_and_further(shares, uses, machine, pass_s=pass_s)
-    seconds = 0.0
-    for device in run.devices:
-        # Activations may take what the watermark keeps free of weights.
-        left = run.remaining_bytes(device) + machine.device(device).kept_free_bytes
-        seconds += max(0, -left) * OVERFULL_S
-    for use in run.uses:
-        seconds += use.use.num_passes * (use.pass_s or 0.0)
-        seconds += sum(num_bytes / copy_rate(machine.device(device)) for device, num_bytes in use.loaded.items())
-    return seconds
+    rates = {device.name: copy_rate(device) for device in machine.accelerators}
+    run = player.sum_up(shares, uses, pass_s=pass_s, cold_s=lambda number, tiles: 0.0, rates=rates)
+    # Activations may take what the watermark keeps free of weights.
+    return (run.seconds or 0.0) + run.overfull_bytes * OVERFULL_S
 
 
 def explain(chosen: Mapping[str, Choice], name: str, options: Mapping[str, Sequence[Choice]], machine: Machine) -> str:

@@ -28,7 +28,7 @@ __all__ = ["SMALLEST_GAIN", "Choice", "choose_for", "choose_in_turn", "find_choi
 
 # Another choice has to be so much faster to be preferred.
 SMALLEST_GAIN = 0.005
-# The second device's part of a split over two.
+# The second device's part of a split over two; of few blocks each cut is tried.
 TRIED_RATIOS = (0.15, 0.3, 0.45, 0.6, 0.75)
 # Of groups in turn, their numbers beside that of the devices, and how they grow: what a plan then tries closely.
 TRIED_GROUPS = (1, 1.5, 2, 3, 4, 5, 6, 8, 12)
@@ -207,7 +207,10 @@ def cuts_of(
     """Return where to cut a component: in proportion to what devices have, each filled before the next, and between."""
     found = [tuple(SplitRatio(device=name) for name in order)]
     if len(order) == 2:
-        found += [(SplitRatio(device=order[0]), SplitRatio(device=order[1], ratio=ratio)) for ratio in TRIED_RATIOS]
+        num_blocks = len(part.blocks)
+        few = [round(number / num_blocks, 3) for number in range(1, num_blocks)]
+        tried = few if num_blocks <= len(TRIED_RATIOS) + 1 else TRIED_RATIOS
+        found += [(SplitRatio(device=order[0]), SplitRatio(device=order[1], ratio=ratio)) for ratio in tried]
     total = sum(part.blocks)
     rooms = [allowed_on(part, name, machine, profile, first=index == 0) for index, name in enumerate(order)]
     ratios, left = [], 1.0

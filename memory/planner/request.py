@@ -13,21 +13,18 @@ from ..options.profile import OffloadProfile
 from ..units import format_bytes
 from ..weights.component import Component
 from .budget_choice import LEAST_GAIN, Budgeted, Settled, choose_budgets
-from .calls_at_once import compute_at_once, devices_by_block
-from .capacity import KeptFree, Machine
+from .capacity import Machine
 from .clones import explain_clones
 from .device_choice import Part, choose_devices
 from .device_plan import DevicePlan
-from .device_store import beside_stored, rate_from
-from .pipeline import pipeline_of
+from .device_store import beside_stored
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
-from .replanning import replan_shares
-from .run import BlockTimes, Use, largest_activations, longest_use, usual_uses, with_slack
-from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds, tiled_seconds
+from .predicted_run import PredictedRun, forward_seconds
+from .run import Use, longest_use, usual_uses
+from .run_plan import RunPlan, UsePlan
 from .sizes import Sizes
-from .step_seconds import step_seconds
-from .tiles import Tiles
+from .tile_room import keep_for_uses, seconds_with_colors, whole_room, with_room
 
 __all__ = ["PlanRequest", "plan_request", "plan_together"]
 
@@ -90,11 +87,42 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
     plans, run = plan_placed(requests, placements, profiles, uses, machine, reasons)
     if run is None:
         return plans, None
-    budgets = find_budgets(requests, plans, run, uses, machine)
-    if not budgets:
-        return plans, run
+    settled = find_settled(requests, plans, run, uses, machine)
+    best = plans, run
+    for chosen in choose_budgets(settled, uses, requests[0].machine) if settled else ():
+        tuned = plan_chosen(requests, (plans, placements, reasons), settled, chosen, uses)
+        if tuned is not None and is_shorter(tuned[1], best[1]):
+            best = tuned
+    return best
+
+
+def is_shorter(run: RunPlan, other: RunPlan) -> bool:
+    """Whether a run is predicted to take so much less time that it is worth other devices, budgets or tiles."""
+    if run.seconds is None or other.seconds is None:
+        return False
+    seconds, others = (
+        seconds_with_colors(each.seconds or 0.0, (use.in_tiles for use in each.uses)) for each in (run, other)
+    )
+    return seconds < others * (1 - LEAST_GAIN)
+
+
+def plan_chosen(
+    requests: Sequence[PlanRequest],
+    planned: tuple[Sequence[Plan], Sequence[Placement], Mapping[str, str]],
+    parts: Mapping[str, Settled],
+    chosen: Mapping[str, Budgeted],
+    uses: Sequence[Use],
+) -> tuple[list[Plan], RunPlan] | None:
+    """Return the plans with the choices of `choose_budgets`, and their run; None where they do not fit after all.
+
+    Args:
+        planned: the plans so far, with their placements and what was chosen for them.
+    """
+    plans, placements, reasons = list(planned[0]), list(planned[1]), dict(planned[2])
+    profiles = [request.profile for request in requests]
     for number, request in enumerate(requests):
-        of = {part.name: budgets[part.name] for part in request.components if part.name in budgets}
+        of = {part.name: chosen[part.name] for part in request.components if part.name in chosen}
+        of = {name: budgeted for name, budgeted in of.items() if parts[name].devices}
         for name, budgeted in of.items():
             item = plans[number][name].placement
             tier = budgeted.store or request.placement.item_for(name, plans[number][name].kind).tier
@@ -107,13 +135,16 @@ def plan_together(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> tuple
             if budgeted.budget_bytes is not None
         ]
         profiles[number] = replace(profiles[number], budgets=(*profiles[number].budgets, *items))
+    rooms = {name: budgeted.tile_bytes for name, budgeted in chosen.items() if budgeted.tile_bytes is not None}
+    uses = with_room(uses, rooms)
     try:
-        tuned, shorter = plan_placed(requests, placements, profiles, uses, machine, reasons)
+        tuned, run = plan_placed(
+            requests, placements, profiles, uses, keep_for_uses(requests[0].machine, uses), reasons
+        )
     except (DoesNotFit, InvalidInput):
-        return plans, run
-    assert shorter is not None and run.seconds is not None
-    is_shorter = shorter.seconds is not None and shorter.seconds < run.seconds * (1 - LEAST_GAIN)
-    return (tuned, shorter) if is_shorter else (plans, run)
+        return None
+    assert run is not None
+    return tuned, run
 
 
 def plan_placed(
@@ -124,7 +155,38 @@ def plan_placed(
     machine: Machine,
     reasons: Mapping[str, str],
 ) -> tuple[list[Plan], RunPlan | None]:
-    """As `plan_together`, with the placement and the profile of each request decided."""
+    """As `plan_together`, with the placement and the profile of each request decided.
+
+    What is decoded in tiles keeps what these take, so that it decodes in no smaller ones.
+    """
+    plans, run = plan_as_used(requests, placements, profiles, uses, machine, reasons)
+    if run is None or all(use.use.tiling is None or use.use.tile_bytes is not None for use in run.uses):
+        return plans, run
+    rooms: dict[str, int] = {}
+    for use in run.uses:
+        name = use.use.component
+        rooms[name] = max(rooms.get(name, 0), use.in_tiles.tile_bytes if use.in_tiles else whole_room(use.use))
+    uses = with_room(uses, rooms)
+    if not any(use.in_tiles for use in run.uses):  # as much is kept for one piece
+        told = (tuple(map(with_use, planned, uses)) for planned in (run.first_uses, run.uses))
+        first, further = told
+        return plans, replace(run, first_uses=first, uses=further)
+    return plan_as_used(requests, placements, profiles, uses, keep_for_uses(requests[0].machine, uses), reasons)
+
+
+def with_use(planned: UsePlan, use: Use) -> UsePlan:
+    return replace(planned, use=use)
+
+
+def plan_as_used(
+    requests: Sequence[PlanRequest],
+    placements: Sequence[Placement],
+    profiles: Sequence[OffloadProfile],
+    uses: Sequence[Use],
+    machine: Machine,
+    reasons: Mapping[str, str],
+) -> tuple[list[Plan], RunPlan | None]:
+    """As `plan_placed`, with nothing but what the uses say kept for tiles."""
     plans: list[Plan] = []
     for request, placement, profile in zip(requests, placements, profiles, strict=True):
         plan = plan_components(
@@ -146,18 +208,14 @@ def plan_placed(
     if not uses:
         return plans, None
     by_name = {component.name: component for request in requests for component in request.components}
-    settled = {
-        part.component: settled_shares(by_name[part.component], part, uses, machine, plan.profile)
-        for plan in plans
-        for part in plan.components
-    }
+    predicted = PredictedRun(by_name, plans, uses, machine)
     for number, plan in enumerate(plans):
         compared = (
-            beside_clones(by_name[part.component], part, settled[part.component], uses, machine, plan.profile)
+            beside_clones(by_name[part.component], part, predicted.shares[part.component], uses, machine, plan.profile)
             for part in plan.components
         )
         plans[number] = replace(plan, components=tuple(compared))
-    return plans, run_of(plans, settled, uses, machine)
+    return plans, predicted.run()
 
 
 def beside_clones(
@@ -180,20 +238,21 @@ def beside_clones(
     return replace(plan, choices=(*plan.choices, line)) if line else plan
 
 
-def find_budgets(
+def find_settled(
     requests: Sequence[PlanRequest], plans: Sequence[Plan], run: RunPlan, uses: Sequence[Use], machine: Machine
-) -> dict[str, Budgeted]:
-    """Return budgets with which a run is reckoned to take less time ([Note: choosing budgets]); mostly there are none.
+) -> dict[str, Settled]:
+    """Return what may get budgets, or less room for tiles ([Note: choosing budgets]); mostly there is nothing.
 
-    None where a repeated run reloads nothing and tiles nothing, or a time is not known.
+    None where a repeated run reloads nothing, and no tiles would save anything, or a time is not known.
     """
-    if run.seconds is None or not any(any(use.loaded.values()) or use.in_tiles is not None for use in run.uses):
+    if run.seconds is None or not any(map(may_gain, run.uses)):
         return {}
     accelerators = tuple(device.name for device in machine.chosen_from)
     parts: dict[str, Settled] = {}
     for request, plan in zip(requests, plans, strict=True):
         for component, planned in zip(request.components, plan.components, strict=True):
             asked = request.placement.item_for(component.name, component.kind)
+            own = [use for use in run.uses if use.use.component == component.name]
             devices = accelerators if not asked.devices else tuple(split.device for split in asked.devices)
             profile = request.profile
             is_open = (
@@ -210,11 +269,21 @@ def find_budgets(
                 profile=profile,
                 shares=planned.shares,
                 pass_s={n: use.pass_s or 0.0 for n, use in enumerate(run.uses) if use.use.component == component.name},
+                cold_s={n: use.cold_s for n, use in enumerate(run.first_uses) if use.use.component == component.name},
                 devices=devices if is_open else (),
                 stores=accelerators if asked.tier is None else (),
                 store=planned.store or None,
+                tile_bytes=max((use.use.tile_bytes or 0 for use in own), default=0) or None,
             )
-    return choose_budgets(parts, uses, machine)
+    return parts
+
+
+def may_gain(use: UsePlan) -> bool:
+    """Whether budgets or less room for tiles may shorten a use: it reloads, is in tiles, or is faster elsewhere."""
+    if any(use.loaded.values()) or use.in_tiles is not None or use.pass_s is None:
+        return True
+    least_s = use.use.num_calls * min((times.pass_s for times in use.use.times.values()), default=0.0)
+    return use.pass_s > least_s * (1 + LEAST_GAIN)
 
 
 def explain_budget(budgeted: Budgeted) -> str:
@@ -248,73 +317,3 @@ def machine_beside_plans(machine: Machine, plans: Sequence[Plan]) -> Machine:
         pinned_bytes=max(0, machine.pinned_bytes - locked),
         lock_limit_bytes=machine.lockable_bytes,
     )
-
-
-def keep_for_uses(machine: Machine, uses: Sequence[Use]) -> Machine:
-    """Return the machine that keeps free what the uses say, where the needs of a component were not learned."""
-    learned = machine.needs
-
-    def needs(component: Component, device: str) -> KeptFree | None:
-        kept = learned(component, device) if learned is not None else None
-        if kept is not None and kept.is_known:
-            return kept
-        num_bytes = largest_activations(uses, component.name)
-        if num_bytes is None:
-            return kept
-        return KeptFree(num_bytes=with_slack(num_bytes), why="predicted for this workflow")
-
-    def held(component: Component, device: str) -> int:
-        found = [use.held_bytes for use in uses if use.component == component.name]
-        return max(found, default=0)
-
-    return replace(machine, needs=needs, held=held) if uses else machine
-
-
-def settled_shares(
-    component: Component, plan: ComponentPlan, uses: Sequence[Use], machine: Machine, profile: OffloadProfile
-) -> tuple[DevicePlan, ...]:
-    """Return the shares that a component has when the times of its blocks were measured, which its first pass does.
-
-    The plan's own where nothing streams, or no times are predicted.
-    """
-    times = next((use.times for use in uses if use.component == component.name and use.times), {})
-    seconds = seconds_where(plan.shares, times)
-    if seconds is None or not plan.streams:
-        return plan.shares
-    return replan_shares(component, plan, machine, profile, seconds).shares
-
-
-def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes]) -> dict[int, float] | None:
-    """Return the seconds of all blocks, each on the device where it computes; None where a device has no times."""
-    if any(share.device not in times for share in shares):
-        return None
-    by_device = {share.device: times[share.device].by_block() for share in shares}
-    where = {number: share.device for share in shares for number in share.blocks}
-    return {number: by_device[where[number]][number] for number in sorted(where)} or None
-
-
-def run_of(
-    plans: Sequence[Plan], settled: Mapping[str, Sequence[DevicePlan]], uses: Sequence[Use], machine: Machine
-) -> RunPlan:
-    """Return what a run does with plans ([Note: repeated run] in `run_plan.py`), by the seconds of settled shares."""
-    shares = {part.component: part.shares for plan in plans for part in plan.components}
-    stores = {part.component: part.store for plan in plans for part in plan.components}
-
-    def pass_s(number: int, tiles: Tiles | None) -> float | None:
-        use = uses[number]
-        of = settled[use.component]
-        if tiles is not None and use.tiling is not None and len(of) == 1:
-            return tiled_seconds(of[0], use.tiling, tiles, rate_from(stores[use.component], of[0].device, machine))
-        return forward_seconds(of, use, machine)
-
-    return first_and_further(shares, uses, machine, pass_s=pass_s)
-
-
-def forward_seconds(shares: Sequence[DevicePlan], use: Use, machine: Machine) -> float | None:
-    """Return what a forward takes, all its calls together: at the same time where they can be, else in turn."""
-    if compute_at_once(shares, use):
-        pipeline = pipeline_of(use, [share.device for share in shares], machine)
-        return None if pipeline is None else step_seconds(pipeline, devices_by_block(shares))
-    hop_s = hop_seconds(shares, use.carried_bytes, machine)
-    call_s = None if hop_s is None else run_seconds(shares, use.times, hop_s)
-    return None if call_s is None else use.num_calls * call_s

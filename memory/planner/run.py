@@ -88,10 +88,20 @@ class Use:
     """What the blocks hand on to each other: it crosses each cut of a split."""
     tiling: Tiling | None = field(default=None, compare=False)
     """How it is computed in tiles where it does not fit beside the model that sampled; None: never."""
+    tile_bytes: int | None = None
+    """What is kept free for its tiles, whatever else has to leave; None: for one piece, of which tiles take what fits
+    beside the model that sampled."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as they are known: of one call."""
     what: str = ""
     """What it computes, in words, such as ``20 steps at 1024x1024``."""
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """What is kept free for its forwards beside what is held as they begin; None: not known."""
+        if self.tile_bytes is not None or self.activation_bytes is None:
+            return self.tile_bytes
+        return self.activation_bytes - self.held_bytes
 
 
 def usual_uses(components: Iterable[Component]) -> tuple[Use, ...]:
@@ -109,16 +119,12 @@ def with_slack(num_bytes: int) -> int:
 
 
 def largest_activations(uses: Sequence[Use], component: str) -> int | None:
-    """Return the most that a component's forwards take beside its weights and what is held as they begin.
+    """Return the most that is kept free for a component's forwards, beside its weights and what is held as they begin.
 
     None where nothing is known of any.
     """
-    known = [
-        use.activation_bytes - use.held_bytes
-        for use in uses
-        if use.component == component and use.activation_bytes is not None
-    ]
-    return max(known, default=None)
+    known = [use.kept_bytes for use in uses if use.component == component]
+    return max((num_bytes for num_bytes in known if num_bytes is not None), default=None)
 
 
 def longest_use(uses: Sequence[Use], component: str) -> Use | None:

@@ -12,7 +12,7 @@ picture, and what streams is copied for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 from ..units import format_bytes, format_seconds
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
-from .run import KINDS_OF_STEPS, BlockTimes, Tiling, Use
-from .tiles import TileChoice, Tiles
+from .run import BlockTimes, Use
+from .run_play import ColdSeconds, Entered, Holdings, PassSeconds, RunPlayer, beside_tiles
+from .tiles import TileChoice
 
 __all__ = [
     "PassSeconds",
@@ -32,14 +33,10 @@ __all__ = [
     "hop_seconds",
     "num_hops",
     "run_seconds",
-    "tiled_seconds",
 ]
 
 # What a link is assumed to move where it was not measured: only to compare choices, no seconds are shown for it.
 ASSUMED_BYTES_PER_S = 25e9
-
-PassSeconds = Callable[[int, Tiles | None], float | None]
-"""Returns what one forward of a use takes, by its number in the run, in one piece or in tiles; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +53,8 @@ class UsePlan:
     """What has to leave for it: component, device, and how many bytes of it."""
     in_tiles: TileChoice | None = None
     """The tiles in which it is computed; None: in one piece."""
+    cold_s: float = 0.0
+    """How much longer its first forward takes, because what was staged had to leave since the use before."""
     held: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By device, what each component has there while it computes; its own devices alone, its home first."""
 
@@ -73,7 +72,7 @@ class UsePlan:
         """What the use takes, with what is loaded for it; None where either is not known."""
         if self.pass_s is None or self.load_s is None:
             return None
-        return self.load_s + self.use.num_passes * self.pass_s
+        return self.load_s + self.cold_s + self.use.num_passes * self.pass_s
 
     def peak_bytes(self, device: str) -> int:
         """Return what weights and activations take of a device; activations that are not known count nothing."""
@@ -112,6 +111,7 @@ class UsePlan:
             "pass_s": self.pass_s,
             "pass_s_from": self.source,
             "load_s": self.load_s,
+            "cold_s": self.cold_s,
             "loaded_bytes": dict(self.loaded),
             "evicted": [
                 {"component": name, "device": device, "bytes": num_bytes} for name, device, num_bytes in self.evicted
@@ -195,63 +195,9 @@ class RunPlan:
         }
 
 
-def beside_tiles(use: Use, choice: TileChoice) -> int:
-    """Return what a use takes of a device beside weights in these tiles, with what is there as it begins."""
-    return use.held_bytes + choice.tile_bytes
-
-
 def total_seconds(uses: Sequence[UsePlan]) -> float | None:
     seconds = [use.seconds for use in uses]
     return None if None in seconds else sum(second for second in seconds if second is not None)
-
-
-@dataclass(slots=True)
-class Holdings:
-    """What the components hold of each device while the uses of a run are played."""
-
-    room: Mapping[str, int]
-    """What components may take of each device together."""
-    held: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By device, the bytes of each component."""
-    pieces: dict[tuple[str, str], int] = field(default_factory=dict)
-    """The bytes of a block of each: what leaves leaves in whole blocks."""
-
-    def on(self, device: str) -> dict[str, int]:
-        """Return what each component has of a device."""
-        return {name: num_bytes for name, num_bytes in self.held.get(device, {}).items() if num_bytes}
-
-    def left_beside(self, share: DevicePlan, component: str, others: Sequence[str]) -> int:
-        """Return what activations may take of a device beside a share and what some components have there."""
-        held = sum(num_bytes for name, num_bytes in self.on(share.device).items() if name in others)
-        return self.room.get(share.device, 0) - share.device_bytes - held
-
-    def enter(
-        self, share: DevicePlan, component: str, beside_bytes: int, by_next_use: Sequence[str]
-    ) -> tuple[int, list[tuple[str, str, int]]]:
-        """Load a share; returns the bytes that are copied, and what was evicted for them.
-
-        Args:
-            beside_bytes: what its forwards take of the device.
-            by_next_use: the other components, that which is used last first.
-        """
-        here = self.held.setdefault(share.device, {})
-        own = here.get(component, 0)
-        missing = sum(here.values()) - own + share.device_bytes + beside_bytes - self.room.get(share.device, 0)
-        evicted = []
-        for other in by_next_use if missing > 0 else ():
-            held = here.get(other, 0)
-            piece = self.pieces.get((other, share.device), 1)
-            taken = min(held, -(-missing // piece) * piece)
-            if taken > 0:
-                here[other] = held - taken
-                evicted.append((other, share.device, taken))
-                missing -= taken
-        working_bytes = share.staging_bytes + share.scratch_bytes
-        here[component] = share.device_bytes
-        # Of an estimate is not known which blocks stay, but how large they are at most.
-        piece = share.resident_bytes // len(share.resident) if share.resident else share.streamed_block_bytes
-        self.pieces[component, share.device] = max(1, piece)
-        return max(0, share.device_bytes - working_bytes - max(0, own - working_bytes)), evicted
 
 
 def first_and_further(
@@ -260,86 +206,49 @@ def first_and_further(
     machine: Machine,
     *,
     pass_s: PassSeconds,
+    cold_s: ColdSeconds = lambda number, tiles: 0.0,
 ) -> RunPlan:
     """Play a run twice: the first time nothing is on the devices, then what the first one left.
 
     Args:
         shares: by component, those of its plan.
     """
-    holdings = Holdings({device.name: device.available_bytes for device in machine.accelerators})
-    first = tuple(play(shares, uses, machine, holdings, pass_s))
-    further = tuple(play(shares, uses, machine, holdings, pass_s))
+    player = RunPlayer(uses, machine)
+    holdings = Holdings(player.room)
+    first, further = (
+        tuple(
+            planned_use(uses[entered.number], entered, holdings, machine, pass_s, cold_s)
+            for entered in player.play(shares, uses, holdings, is_exact=True)
+        )
+        for _ in range(2)
+    )
     return RunPlan(first_uses=first, uses=further, room=holdings.room)
 
 
-def play(
-    shares: Mapping[str, Sequence[DevicePlan]],
-    uses: Sequence[Use],
-    machine: Machine,
-    holdings: Holdings,
-    pass_s: PassSeconds,
-) -> Iterator[UsePlan]:
-    kinds = {use.component: use.kind for use in uses}
-    for number, use in enumerate(uses):
-        order = [other.component for other in (*uses[number + 1 :], *uses[:number])]
-        by_next_use = sorted({*order} - {use.component}, key=order.index, reverse=True)
-        if use.kind == "vae":  # ([Note: room of a decode])
-            by_next_use.sort(key=lambda other: kinds.get(other) in KINDS_OF_STEPS)
-        loaded: dict[str, int] = {}
-        evicted: list[tuple[str, str, int]] = []
-        load_s: float | None = 0.0
-        in_tiles: TileChoice | None = None
-        for share in shares[use.component]:
-            if share.device == "cpu":
-                continue
-            # Of a split each device is taken to need all of it: which part, no trace tells.
-            beside_bytes = use.activation_bytes or 0
-            # Of a split VAE nothing chooses tiles.
-            if use.tiling is not None and len(shares[use.component]) == 1:
-                steps = [name for name, kind in kinds.items() if kind in KINDS_OF_STEPS]
-                left = holdings.left_beside(share, use.component, steps)
-                in_tiles = use.tiling.choose(left - use.held_bytes)
-                beside_bytes = beside_tiles(use, in_tiles) if in_tiles is not None else beside_bytes
-            loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, by_next_use)
-            evicted += gone
-            if loaded[share.device]:
-                rate = machine.device(share.device).link_bytes_per_s
-                load_s = None if rate is None or load_s is None else load_s + loaded[share.device] / rate
-        yield UsePlan(
-            use=use,
-            pass_s=pass_s(number, in_tiles.tiles if in_tiles is not None else None),
-            loaded=loaded,
-            load_s=load_s,
-            evicted=tuple(evicted),
-            in_tiles=in_tiles,
-            held={device: holdings.on(device) for device in loaded},
-        )
+def planned_use(
+    use: Use, entered: Entered, holdings: Holdings, machine: Machine, pass_s: PassSeconds, cold_s: ColdSeconds
+) -> UsePlan:
+    """Return a use that begins as the plan tells it."""
+    in_tiles, loaded = entered.in_tiles, entered.loaded
+    tiles = in_tiles.tiles if in_tiles is not None else None
+    rates = {device: machine.device(device).link_bytes_per_s for device in loaded}
+    parts = [(num_bytes, rates[device]) for device, num_bytes in loaded.items() if num_bytes]
+    seconds = [num_bytes / rate for num_bytes, rate in parts if rate is not None]
+    return UsePlan(
+        use=use,
+        pass_s=pass_s(entered.number, tiles),
+        loaded=loaded,
+        load_s=sum(seconds) if len(seconds) == len(parts) else None,
+        evicted=tuple(entered.evicted),
+        in_tiles=in_tiles,
+        cold_s=cold_s(entered.number, tiles) if entered.is_cold else 0.0,
+        held={device: holdings.on(device) for device in loaded},
+    )
 
 
 def copy_rate(device: DeviceCapacity) -> float:
     """Return how fast weights reach a device, in bytes per second: as measured, else an assumed rate."""
     return device.link_bytes_per_s or ASSUMED_BYTES_PER_S
-
-
-def tiled_seconds(share: DevicePlan, tiling: Tiling, tiles: Tiles, rate: float | None) -> float | None:
-    """Return what all tiles of a use take on one device, which copies what streams once for each tile.
-
-    That hides behind computing, or takes longer, but where the staging memory holds no two blocks: then it is added.
-    None where the times of the device, or of copies to it, are not known.
-
-    Args:
-        rate: how fast what streams reaches the device, in bytes per second.
-    """
-    times = tiling.times(tiles).get(share.device)
-    if times is None:
-        return None
-    if not share.streamed:
-        return times.pass_s
-    if rate is None:
-        return None
-    copying_s = tiling.num_forwards(tiles) * share.streamed_bytes / rate
-    overlaps = share.staging_bytes >= 2 * share.streamed_block_bytes
-    return max(times.pass_s, copying_s) if overlaps else times.pass_s + copying_s
 
 
 def run_seconds(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes], hop_s: float) -> float | None:

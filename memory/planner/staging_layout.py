@@ -25,7 +25,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from .workload import Workload
 
-__all__ = ["Occupancy", "Offsets", "choose_offsets", "pass_seconds", "window_seconds"]
+__all__ = ["Occupancy", "Offsets", "choose_offsets", "first_seconds", "pass_seconds", "window_seconds"]
 
 Offsets: TypeAlias = tuple[dict[int, int], ...]
 """Rounds: where each streamed block begins in the staging memory, by its number."""
@@ -244,11 +244,19 @@ class PlannedCopy(NamedTuple):
         return best[2]
 
 
-def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int) -> float:
+def first_seconds(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> float:
+    """Return what a pass takes with these offsets before which the staging memory holds nothing."""
+    return next(play(work, resident, staging_bytes, offsets))[0]
+
+
+def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int, *, is_first: bool = False) -> float:
     """Return what a pass takes in the steady state if staging memory could be cut anywhere, and nothing stays in it.
 
     A byte is copied as soon as the bytes that the staging memory holds after it may be overwritten. Needs no offsets
     and a tenth of the time of `pass_seconds`, so searches ask it.
+
+    Args:
+        is_first: what the first pass takes, before which nothing was copied.
     """
     sizes, compute_s, copy_s = work.sizes, work.compute_s, work.copy_s
     # Per streamed block: its bytes, seconds per byte, its compute, and what computes from there to the next one.
@@ -263,13 +271,14 @@ def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int
             following_s = 0.0
     lead_s = following_s
     streamed.reverse()
-    if sum(size for size, *_ in streamed) <= staging_bytes:  # they stay where they are
+    if sum(size for size, *_ in streamed) <= staging_bytes and not is_first:  # they stay where they are
         return work.least_s
     # Of the blocks that have computed: where their bytes end in the stream of all that is copied, and since when.
     freed: deque[tuple[int, float]] = deque()
     reach, end = staging_bytes, 0
     copied = now = begin_s = 0.0
     warm_up, timed = (1, 1) if len(sizes) > LONG_PASS else (WARM_UP_PASSES, TIMED_PASSES)
+    warm_up, timed = (0, 1) if is_first else (warm_up, timed)
     for number in range(warm_up + timed):
         if number == warm_up:
             begin_s = now

@@ -87,7 +87,7 @@ class TiledDecode:
 
         room = self.vae_room.beside(place.device, place.name)
         taken = place.missing_bytes + room.kept_bytes
-        choice = choose_tiles(size, cost, room.free_bytes + room.idle_bytes - taken)
+        choice = choose_tiles(size, cost, room.tile_bytes(place, taken))
         if choice is not None and not cuts_well(self.vae, z.shape, z.dtype):
             return self.whole(place, f"tiles of {type(self.vae).__name__} save nothing, or lose a part", decode)
         tiles = choice.tiles if choice is not None else None

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from highwater.benchmarks.placements.instance import Layers, random_instance
+from highwater.benchmarks.placements.instance import Instance, Layers, random_instance
+from highwater.benchmarks.placements.runs import Placed, run_seconds
 from highwater.benchmarks.placements.schedule import fastest_schedule
 from highwater.benchmarks.placements.search import Search
+from highwater.benchmarks.planner import SEED
 from highwater.memory.planner.prefetch_schedule import choose_schedule
+from highwater.memory.planner.request import PlanRequest, plan_request
 from highwater.memory.planner.workload import Workload
+from highwater.memory.weights.module_component import component_from_module
 
 
 @pytest.mark.parametrize("seed", [1, 8, 13])
@@ -48,3 +53,24 @@ def test_no_search_for_residents_beats_trying_all(blocks: list[tuple[int, int]],
     if room >= sum(sizes):
         return
     assert fastest_schedule(work, room).pass_s <= choose_schedule(work, room).pass_s * (1 + 1e-9)
+
+
+def nth_instance(number: int) -> Instance:
+    random = Random(SEED)
+    return [random_instance(random) for _ in range(number + 1)][-1]
+
+
+# Of tiles chosen by what was left, each was smaller than the one before; one piece was cut, as the VAE had grown; what
+# streamed past the VAE left no room for its own forwards.
+@pytest.mark.parametrize("number", [121, 350, 244])
+def test_a_planned_decode_takes_as_long_as_predicted(sim: Any, number: int) -> None:
+    instance = nth_instance(number)
+    modules = {part.name: Layers(part) for part in instance.parts}
+    components = tuple(
+        component_from_module(modules[part.name], name=part.name, kind=part.kind) for part in instance.parts
+    )
+    plan = plan_request(PlanRequest(components=components, machine=instance.machine, uses=instance.uses))
+    assert plan.run is not None
+    uses = tuple(each.use for each in plan.run.uses)
+    seconds = run_seconds(instance, modules, Placed(placement=plan.placement, profile=plan.profile, uses=uses))
+    assert seconds == pytest.approx(plan.run.seconds, rel=0.05)

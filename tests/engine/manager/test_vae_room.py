@@ -1,93 +1,45 @@
-"""What leaves for a VAE before it decodes in tiles: what is done, and nothing of a diffusion model."""
+"""What a decode may take: what fits beside the model, or what its plan keeps for it, as far as that can be there."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
 from torch import nn
 
-from highwater.memory.options.placement import parse_placement
-from highwater.memory.options.precision import Precision
-from highwater.memory.options.profile import parse_profile
+from highwater.memory import MemoryManager, manage
+from highwater.memory.manager.vae_room import Room, VaePlace
+from highwater.memory.planner.run import Use
+from highwater.memory.units import MIB
 
-MIB = 1 << 20
-X = torch.ones(4, 256)
-BLOCK_BYTES = 256 * 256 * 4 + 256 * 4
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+ROOM = Room(free_bytes=10 * MIB, kept_bytes=MIB, idle_bytes=5 * MIB, model_bytes=20 * MIB)
 
 
-def load(manager: Any, name: str, kind: str) -> Any:
-    """Load a module as a host does, and compute once."""
-    module = Stack().eval().requires_grad_(False)
-    (member,), _ = manager.add(
-        {name: module},
-        kinds={name: kind},
-        placement=parse_placement("gpu:0", devices=["gpu:0"]),
-        profile=parse_profile("auto", devices=["gpu:0"]),
-        precision=Precision.AS_STORED,
-        name=None,
-        node_id=None,
-        is_hosted=True,
-    )
-    manager.hosting.load(member)
-    module(X.to("sim:0"))
-    return member
+def place(tile_bytes: int) -> VaePlace:
+    return VaePlace(name="vae", device="sim:0", missing_bytes=0, tile_bytes=tile_bytes)
 
 
-def held(manager: Any, member: Any) -> int:
-    return manager.ledger.held(member.id, "gpu:0")
+def test_nothing_of_the_model_counts_without_a_plan() -> None:
+    assert ROOM.tile_bytes(place(0), 3 * MIB) == 12 * MIB
+    assert ROOM.tile_bytes(place(8 * MIB), 3 * MIB) == 12 * MIB
 
 
-@torch.no_grad()
-def test_text_encoders_give_what_a_decode_lacks_and_the_model_nothing(machine) -> None:
-    with machine(64) as manager:
-        model, text, vae = (load(manager, kind, kind) for kind in ("diffusion", "text", "vae"))
-        whole, spoken, own = (held(manager, member) for member in (model, text, vae))
-        room = manager.vae_room.beside("gpu:0", vae.id)
-        assert room.free_bytes == manager.devices["gpu:0"].free_bytes()
-        assert 0 < room.idle_bytes <= spoken
-        freed = manager.vae_room.clear("gpu:0", vae.id, 3 * BLOCK_BYTES, "the VAE decodes")
-        assert 3 * BLOCK_BYTES <= freed < 5 * BLOCK_BYTES
-        assert manager.vae_room.clear("gpu:0", vae.id, 64 * MIB, "the VAE decodes") + freed >= room.idle_bytes
-        assert (held(manager, model), held(manager, vae)) == (whole, own)
-        assert manager.vae_room.beside("gpu:0", vae.id).idle_bytes == 0
-        (event, *_) = [event for event in manager.report()["events"] if event["kind"] == "evict"]
-        assert event["component"] == text.id
-        assert event["reason"].startswith("the VAE decodes")
+def test_what_a_plan_keeps_counts_as_far_as_it_can_be_there() -> None:
+    assert ROOM.tile_bytes(place(25 * MIB), 3 * MIB) == 25 * MIB
+    assert ROOM.tile_bytes(place(80 * MIB), 3 * MIB) == 33 * MIB
 
 
-@torch.no_grad()
-def test_what_is_kept_or_computes_gives_nothing(machine) -> None:
-    with machine(64, low=2 * MIB, high=3 * MIB) as manager:
-        kept, busy, vae = (load(manager, name, kind) for name, kind in (("a", "text"), ("b", "text"), ("c", "vae")))
-        manager.commands.keep([kept], True)
-        with manager.lease(busy):
-            room = manager.vae_room.beside("gpu:0", vae.id)
-        assert (room.idle_bytes, room.kept_bytes) == (0, 2 * MIB)
-        assert manager.vae_room.beside("gpu:0", vae.id).idle_bytes > 0
-
-
-@pytest.mark.parametrize(("is_retry", "kind"), [(False, "plan"), (True, "recover")])
-def test_tiles_are_in_the_event_log(machine, is_retry: bool, kind: str) -> None:
-    with machine(64) as manager:
-        manager.vae_room.note("gpu:0", "vae", 5 * MIB, "VAE decode in tiles of 512 px", is_retry=is_retry)
-        (event,) = manager.report()["events"][-1:]
-        assert (event["kind"], event["component"], event["bytes"]) == (kind, "vae", 5 * MIB)
-        assert event["reason"] == "VAE decode in tiles of 512 px"
-
-
-def test_only_accelerators_are_seen(machine) -> None:
-    with machine(64) as manager:
-        assert [manager.vae_room.sees(name) for name in ("gpu:0", "cpu", "gpu:7")] == [True, False, False]
+def test_a_vae_keeps_what_its_tiles_were_planned_with(sim: Any) -> None:
+    manager = MemoryManager()
+    vae = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    uses = [Use(component="vae", kind="vae", activation_bytes=9 * MIB, tile_bytes=2 * MIB)]
+    managed = manage({"vae": vae}, placement="gpu:0", manager=manager, uses=uses)
+    try:
+        (member,) = managed.members
+        room = manager.vae_room.place_of(vae)
+        assert room is not None and room.tile_bytes == 2 * MIB
+        # A node predicts one piece: no more than the tiles take is kept free of weights.
+        managed.expect({"vae": 9 * MIB})
+        kept = manager.capacity.needed(member, room.device)
+        assert kept is not None and 2 * MIB <= kept.num_bytes < 3 * MIB
+    finally:
+        managed.release()

@@ -1,0 +1,143 @@
+"""What a run is predicted to take with its plans.
+
+A component whose forwards are timed in a run gets the schedule that these times give. That takes a forward to warm up,
+one that is timed, and another one that profits; what computes less often goes on with the schedule of its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..weights.component import Component
+from .calls_at_once import compute_at_once, devices_by_block
+from .capacity import Machine
+from .device_plan import DevicePlan
+from .device_store import rate_from
+from .pipeline import pipeline_of
+from .plan import Plan
+from .replanning import replan_shares
+from .run import BlockTimes, Tiling, Use
+from .run_plan import RunPlan, first_and_further, hop_seconds, run_seconds
+from .sizes import Sizes
+from .staging_layout import first_seconds, pass_seconds
+from .step_seconds import step_seconds
+from .tile_room import each_tile
+from .tiles import Tiles
+from .workload import Workload
+
+__all__ = ["PredictedRun", "forward_seconds"]
+
+# The forwards of a run after which its schedule is by their times.
+LEAST_TIMED = 3
+
+
+class PredictedRun:
+    """The shares that components have once the times of their blocks were measured, and what a run takes with those.
+
+    Args:
+        components: by name, what the plans are of.
+    """
+
+    def __init__(
+        self, components: Mapping[str, Component], plans: Sequence[Plan], uses: Sequence[Use], machine: Machine
+    ) -> None:
+        self.components = components
+        self.plans = {part.component: (part, plan.profile) for plan in plans for part in plan.components}
+        self.uses = uses
+        self.machine = machine
+        self.tiled_s: dict[tuple[int, Tiles], float | None] = {}
+        self.shares = {
+            name: self.settled(name, next((use.times for use in uses if use.component == name and use.times), {}))
+            for name in self.plans
+        }
+
+    def settled(self, name: str, times: Mapping[str, BlockTimes], num_forwards: int = 1) -> tuple[DevicePlan, ...]:
+        """Return the shares that a component has when its blocks take these times, as far as its forwards show them.
+
+        The plan's own where nothing streams, or no times are predicted.
+
+        Args:
+            num_forwards: how often the blocks run for one forward, as in tiles.
+        """
+        plan, profile = self.plans[name]
+        seconds = seconds_where(plan.shares, times)
+        if seconds is None or not plan.streams:
+            return plan.shares
+        forwards = num_forwards * sum(use.num_passes * use.num_calls for use in self.uses if use.component == name)
+        if forwards < LEAST_TIMED and len(plan.shares) == 1:
+            (share,) = plan.shares
+            work = self.workload(name, share, times[share.device])
+            if work is not None:
+                pass_s = pass_seconds(work, share.resident, share.staging_bytes, share.offsets)
+                return (replace(share, pass_s=pass_s),)
+        return replan_shares(self.components[name], plan, self.machine, profile, seconds).shares
+
+    def run(self) -> RunPlan:
+        """Return what the run does ([Note: repeated run] in `run_plan.py`)."""
+        shares = {name: plan.shares for name, (plan, _) in self.plans.items()}
+        return first_and_further(shares, self.uses, self.machine, pass_s=self.pass_s, cold_s=self.cold_s)
+
+    def cold_s(self, number: int, tiles: Tiles | None) -> float:
+        """Return how much longer a first forward takes before which nothing was staged; of splits that is not known."""
+        use = self.uses[number]
+        name, tiling = use.component, use.tiling
+        found = use.times if tiles is None or tiling is None else tiling.times(tiles)
+        count = 1 if tiles is None or tiling is None else tiling.num_forwards(tiles)
+        shares = (
+            self.shares[name]
+            if count == 1
+            else self.settled(name, {at: each_tile(found[at], count) for at in found}, count)
+        )
+        if len(shares) > 1 or shares[0].device not in found:
+            return 0.0
+        (share,) = shares
+        work = self.workload(name, share, each_tile(found[share.device], count))
+        if work is None or share.pass_s is None:
+            return 0.0
+        return max(0.0, first_seconds(work, share.resident, share.staging_bytes, share.offsets) - share.pass_s)
+
+    def workload(self, name: str, share: DevicePlan, times: BlockTimes) -> Workload | None:
+        """Return what the blocks of a share do that has all of them; None where the speed of copies is not known."""
+        plan, _ = self.plans[name]
+        rate = rate_from(plan.store, share.device, self.machine)
+        if rate is None or share.blocking:
+            return None
+        sizes = Sizes(self.components[name], plan.forms).blocks
+        return Workload(sizes, times.blocks_s, tuple(size / rate for size in sizes), times.other_s)
+
+    def pass_s(self, number: int, tiles: Tiles | None) -> float | None:
+        """Return what a forward of a use takes, in one piece or all its tiles; None where that is not known."""
+        use = self.uses[number]
+        shares = self.shares[use.component]
+        if tiles is None or use.tiling is None or len(shares) != 1:
+            return forward_seconds(shares, use, self.machine)
+        if (number, tiles) not in self.tiled_s:
+            self.tiled_s[number, tiles] = self.tiles_s(use, use.tiling, tiles)
+        return self.tiled_s[number, tiles]
+
+    def tiles_s(self, use: Use, tiling: Tiling, tiles: Tiles) -> float | None:
+        """Return what all tiles take on one device, which copies what streams once for each."""
+        count, times = tiling.num_forwards(tiles), tiling.times(tiles)
+        each = {device: each_tile(found, count) for device, found in times.items()}
+        call_s = run_seconds(self.settled(use.component, each, count), each, 0.0)
+        return None if call_s is None else count * call_s
+
+
+def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes]) -> dict[int, float] | None:
+    """Return the seconds of all blocks, each on the device where it computes; None where a device has no times."""
+    if any(share.device not in times for share in shares):
+        return None
+    by_device = {share.device: times[share.device].by_block() for share in shares}
+    where = {number: share.device for share in shares for number in share.blocks}
+    return {number: by_device[where[number]][number] for number in sorted(where)} or None
+
+
+def forward_seconds(shares: Sequence[DevicePlan], use: Use, machine: Machine) -> float | None:
+    """Return what a forward takes, all its calls together: at the same time where they can be, else in turn."""
+    if compute_at_once(shares, use):
+        pipeline = pipeline_of(use, [share.device for share in shares], machine)
+        return None if pipeline is None else step_seconds(pipeline, devices_by_block(shares))
+    hop_s = hop_seconds(shares, use.carried_bytes, machine)
+    call_s = None if hop_s is None else run_seconds(shares, use.times, hop_s)
+    return None if call_s is None else use.num_calls * call_s
