@@ -82,6 +82,7 @@ def main() -> int:
         "--part", choices=[*"abcde"], help="of gpu: a tests, b streaming, c ComfyUI, d two budgets, e precision"
     )
     parser.add_argument("--cases", type=int, help="of forecast: how many workflows to plan and run; 200 take an hour")
+    parser.add_argument("--numbers", type=int, nargs="+", help="of forecast: the numbers of the workflows to run alone")
     parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
     parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
     parser.add_argument("--instances", type=int, help="of planner: how many random instances (1000)")
@@ -106,11 +107,14 @@ def main() -> int:
         parser.error("--instances is an option of planner: 1 or more")
     if options.cases is not None and (options.name != "forecast" or options.cases < 1):
         parser.error("--cases is an option of forecast: 1 or more")
-    asked = {"num_instances": options.instances, "num_cases": options.cases}
-    asked = {name: number for name, number in asked.items() if number is not None}
+    if options.numbers and (options.name != "forecast" or options.cases is not None or min(options.numbers) < 0):
+        parser.error("--numbers is an option of forecast, without --cases: 0 or more")
+    asked = {"num_instances": options.instances, "num_cases": options.cases, "numbers": options.numbers}
+    asked = {name: value for name, value in asked.items() if value is not None}
     result: Result = import_module(f".{options.name}", __package__).measure(**asked)
     given = {"--instances": options.instances, "--cases": options.cases}
-    write_result(options.name, result, "".join(f" {name} {n}" for name, n in given.items() if n is not None))
+    if not options.numbers:  # single ones are no result to keep
+        write_result(options.name, result, "".join(f" {name} {n}" for name, n in given.items() if n is not None))
     if options.json:
         print(
             json.dumps(

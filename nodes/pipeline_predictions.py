@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,8 +12,8 @@ from .planned_calls import PlannedCall, Prediction, calls_of, use_of
 from .workflow_reading.description import PIPELINE, Call, WorkflowUse
 
 if TYPE_CHECKING:
-    from ..memory.planner.run import BlockTimes, Tiling, Use
-    from ..memory.tracing import CallTrace, Trace
+    from ..memory.planner.run import BlockTimes, Stretch, Tiling, Use
+    from ..memory.tracing import CallTrace, Kernel, Trace
     from ..memory.weights.component import Component
     from .described_hardware import DeviceRates
     from .pipelines.sampling import Sampling
@@ -78,12 +79,19 @@ class PipelinePredictor:
         def times(trace: Trace) -> dict[str, BlockTimes]:
             return {device: times_of(trace, component, rates) for device, rates in by_device.items()}
 
+        # Of several calls of a step it is behind the last alone.
+        following = calls[0].following if len(calls) == 1 and num_passes > 1 else ()
+        largest_times = {
+            device: replace(found, following=stretches_of([(None, following)], by_device[device]))
+            for device, found in times(largest.trace).items()
+        }
+
         return Prediction(
             num_passes=num_passes,
             activation_bytes=largest.peak_bytes,
             held_bytes=largest.held_bytes,
             carried_bytes=largest.trace.carried_bytes,
-            times=times(largest.trace),
+            times=largest_times,
             tiling=self.tiling(folder, component, largest, times) if largest.method == "decode" else None,
         )
 
@@ -182,14 +190,41 @@ def times_of(trace: Trace, component: Component, rates: DeviceRates, names: Sequ
     from ..memory.planner.run import BlockTimes
     from ..memory.tracing import seconds_of
 
-    seconds = seconds_of(
-        trace,
-        flops_per_s=rates.flops_per_s,
-        memory_bytes_per_s=rates.memory_bytes_per_s,
-        launch_s=rates.launch_s,
-        link_bytes_per_s=rates.link_bytes_per_s,
-    )
+    seconds = seconds_of(trace, **speeds_of(rates))
     if names is None:
         names = [block.name for block in component.blocks]
     blocks = tuple(seconds.blocks.get(name, 0.0) for name in names)
-    return BlockTimes(blocks_s=blocks, other_s=max(0.0, seconds.total_s - sum(blocks)))
+    numbers = {name: number for number, name in enumerate(names)}
+    return BlockTimes(
+        blocks_s=blocks,
+        other_s=max(0.0, seconds.total_s - sum(blocks)),
+        copy_launch_s=rates.launch_s,
+        stretches=stretches_of([(numbers.get(part.block), part.kernels) for part in trace.segments], rates),
+    )
+
+
+def stretches_of(parts: Iterable[tuple[int | None, Sequence[Kernel]]], rates: DeviceRates) -> tuple[Stretch, ...]:
+    """Return what kernels take on a device of these rates, and the host that launches them; each with its block."""
+    from ..memory.planner.run import Stretch
+    from ..memory.tracing import launched
+
+    return tuple(
+        Stretch(
+            block=block,
+            launch_s=part.launch_s,
+            busy_s=part.busy_s,
+            end_s=part.end_s,
+            copy_s=part.copy_s,
+        )
+        for block, kernels in parts
+        for part in launched(kernels, **speeds_of(rates))
+    )
+
+
+def speeds_of(rates: DeviceRates) -> dict[str, float]:
+    return {
+        "flops_per_s": rates.flops_per_s,
+        "memory_bytes_per_s": rates.memory_bytes_per_s,
+        "launch_s": rates.launch_s,
+        "link_bytes_per_s": rates.link_bytes_per_s,
+    }

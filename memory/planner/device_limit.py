@@ -11,8 +11,9 @@ from ..options.profile import OffloadProfile
 from ..units import MIB, align_up, format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, KeptFree, Machine
+from .run import SLACK
 
-__all__ = ["find_kept", "find_limit", "refuse_small_limit", "steady_limit"]
+__all__ = ["find_kept", "find_limit", "held_later", "refuse_small_limit", "steady_limit"]
 
 # Forwards of these take more beside their weights than a watermark's few bytes.
 LARGE_ACTIVATIONS = ("diffusion", "vae")
@@ -61,6 +62,14 @@ def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, 
         return kept
     why = "their size is not known yet"
     return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
+
+
+def held_later(kept: KeptFree, capacity: DeviceCapacity) -> int:
+    """Return what of a device stays free for what a pipeline holds once more steps have run, beside what it holds now.
+
+    Where what stays free for forwards, with its slack, is more than the low mark, that has room for it.
+    """
+    return kept.num_bytes // SLACK if kept.num_bytes <= capacity.kept_free_bytes else 0
 
 
 def steady_limit(

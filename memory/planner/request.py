@@ -18,6 +18,7 @@ from .clones import explain_clones
 from .device_choice import Part, choose_devices
 from .device_plan import DevicePlan
 from .device_store import beside_stored, rate_from
+from .launched_passes import launched_pass_seconds
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
 from .replanning import replan_shares
@@ -274,7 +275,24 @@ def settled_shares(
     seconds = seconds_where(plan.shares, times)
     if seconds is None or not plan.streams:
         return plan.shares
-    return replan_shares(component, plan, machine, profile, seconds).shares
+    found = replan_shares(component, plan, machine, profile, seconds)
+    return as_launched(found.shares, found, Sizes(component, plan.forms).blocks, times, machine)
+
+
+def as_launched(
+    shares: tuple[DevicePlan, ...],
+    plan: ComponentPlan,
+    sizes: Sequence[int],
+    times: Mapping[str, BlockTimes],
+    machine: Machine,
+) -> tuple[DevicePlan, ...]:
+    """Return shares with the seconds of a forward as its host launches it, where one device streams all by one link."""
+    if len(shares) != 1 or plan.store or not shares[0].streamed or shares[0].blocking or shares[0].read_bytes:
+        return shares
+    (share,) = shares
+    bytes_per_s = machine.device(share.device).link_bytes_per_s
+    pass_s = bytes_per_s and launched_pass_seconds(share, times[share.device], sizes, bytes_per_s)
+    return (replace(share, pass_s=pass_s),) if pass_s else shares
 
 
 def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes]) -> dict[int, float] | None:
@@ -283,7 +301,8 @@ def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes])
         return None
     by_device = {share.device: times[share.device].by_block() for share in shares}
     where = {number: share.device for share in shares for number in share.blocks}
-    return {number: by_device[where[number]][number] for number in sorted(where)} or None
+    order = [number for number in times[shares[0].device].order if number in where]
+    return {number: by_device[where[number]][number] for number in order} or None
 
 
 def run_of(

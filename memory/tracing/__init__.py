@@ -8,7 +8,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "trace": ["BlockTrace", "Kernel", "Segment", "Trace", "Untraceable"],
-        "forward_seconds": ["BlockSeconds", "Seconds", "seconds_of"],
+        "forward_seconds": ["BlockSeconds", "LaunchedKernels", "Seconds", "launched", "seconds_of"],
         "meta_twin": ["meta_like"],
         "forward_trace": ["Activations", "trace_forward"],
         "call_traces": ["CallTrace", "trace_calls"],
