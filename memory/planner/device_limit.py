@@ -67,13 +67,14 @@ def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, 
 def held_later(kept: KeptFree, capacity: DeviceCapacity) -> int:
     """Return what of a device stays free for what a pipeline holds once more steps have run, beside what it holds now.
 
-    Where what stays free for forwards, with its slack, is more than the low mark, that has room for it.
+    Where what stays free for forwards, with its slack, is more than the low mark, that has room for it. Without it the
+    low mark is passed by a few bytes, and the component gives way until the high mark is free.
     """
-    return kept.num_bytes // SLACK if kept.num_bytes <= capacity.kept_free_bytes else 0
+    return kept.num_bytes // SLACK if kept.is_known and kept.num_bytes <= capacity.kept_free_bytes else 0
 
 
 def steady_limit(
-    limit: int, capacity: DeviceCapacity, planned_bytes: int, planned_limit: int, largest_bytes: int
+    limit: int, grown_limit: int, capacity: DeviceCapacity, planned_bytes: int, planned_limit: int, largest_bytes: int
 ) -> int:
     """Return the limit of a component that is in place and streams, so that a wobble of free memory moves nothing.
 
@@ -81,6 +82,7 @@ def steady_limit(
     free than the high mark and a block.
 
     Args:
+        grown_limit: what it may take where it grows; a little less than the limit (`held_later`).
         planned_bytes, planned_limit: what its plan takes, and the limit for which that was made.
         largest_bytes: of its blocks: so much may be left of what it may take.
     """
@@ -88,7 +90,7 @@ def steady_limit(
     if limit < held:
         return limit - band
     if limit > held + band + largest_bytes:
-        return limit
+        return grown_limit
     return planned_limit if planned_bytes == held <= planned_limit <= limit else held
 
 

@@ -339,8 +339,8 @@ def find_allowed(
     if limit >= GIB and whole.device_bytes > limit >= least:
         limit = max(least, limit // MIB * MIB)  # whole MiB: people read the text that gives the same plan again
     if current is not None and may_be_wobble(capacity, current, whole) and current.limit_bytes is not None:
-        steady = steady_limit(full_limit, capacity, current.device_bytes, current.limit_bytes, largest)
-        limit = max(min(limit, least), limit if steady == full_limit else steady)
+        steady = steady_limit(full_limit, limit, capacity, current.device_bytes, current.limit_bytes, largest)
+        limit = max(min(limit, least), steady)
     return Allowed(
         whole=replace(whole, reasons=tuple(reasons)),
         sizes=sizes,

@@ -288,6 +288,20 @@ def test_a_pipeline_that_a_node_samples_decodes_in_tiles(
     assert 0 < (images[1] - images[0]).norm() / images[0].norm() < 0.2
 
 
+def test_a_decode_has_the_room_beside_its_vae_as_that_is_planned_now(sim: Any) -> None:
+    """Not as it was planned for the size that it decoded last."""
+    with rigged(sim, 64, build_vae()) as rig:
+        room, whole = rig.manager.vae_room, rig.managed.plan["vae"].shares[0].device_bytes
+        place = room.place_of(rig.vae)
+        assert place is not None and place.missing_bytes == whole
+        rig.managed.expect({"vae": 64 * MIB})
+        place = room.place_of(rig.vae)
+        assert place is not None and place.missing_bytes < whole
+        rig.managed.expect({"vae": MIB})
+        place = room.place_of(rig.vae)
+        assert place is not None and place.missing_bytes == whole
+
+
 @pytest.mark.parametrize("pixels", [64, 96, 128])
 @pytest.mark.parametrize(
     ("build", "shape"),
