@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -152,6 +153,8 @@ class Measured:
     device_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    room_bytes: int | None = None
+    """What the VAE had to decode in, where it was asked for tiles."""
 
 
 class Watch:
@@ -198,6 +201,7 @@ def run_case(case: Case, planned: Plan, samplings: list[dict[str, Any]], uses: l
     Args:
         uses: what was predicted of each.
     """
+    from highwater.nodes.pipelines import tiled_decode
     from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
     from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
     from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
@@ -226,9 +230,13 @@ def run_case(case: Case, planned: Plan, samplings: list[dict[str, Any]], uses: l
             peaks: dict[str, int] = {}
             held: dict[str, dict[str, int]] = {}
             note = watch_needs(manager, peaks, held)
-            loaded.sample(Sampling(seed=1, **sampling), on_step=lambda *_: None)
+            with patch.object(tiled_decode, "choose_tiles", wraps=tiled_decode.choose_tiles) as choose:
+                loaded.sample(Sampling(seed=1, **sampling), on_step=lambda *_: None)
             note()
-            found.append(replace(one, device_bytes=held, activations=peaks, seconds=watch.read()))
+            room_bytes = choose.call_args.args[2] if choose.called else None
+            found.append(
+                replace(one, device_bytes=held, activations=peaks, seconds=watch.read(), room_bytes=room_bytes)
+            )
     finally:
         managed.release()
     return found
@@ -341,8 +349,16 @@ def activations_of(use: UsePlan) -> int | None:
 
 
 def compare_elsewhere(tally: Tally, where: str, plan: Any, measured: Measured) -> None:
+    """Compare with the plan of the other size.
+
+    That plan is of a pipeline that is loaded for this size. The one that runs stays in the blocks into which it was cut
+    for the first size, so its model may leave other room for the decode: its tiles are those for the room there was.
+    """
     for use in plan.run.uses:
         expected, found = activations_of(use), measured.activations.get(use.use.component)
+        if use.use.tiling is not None and measured.room_bytes is not None:
+            in_tiles = use.use.tiling.choose(measured.room_bytes)
+            expected = activations_of(replace(use, in_tiles=in_tiles))
         if expected is not None and found is not None and max(expected, found) >= LEAST_BYTES:
             tally.note("elsewhere", abs(expected / max(1, found) - 1), f"{where}, {use.use.component}")
 
