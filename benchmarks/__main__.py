@@ -85,7 +85,9 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
     parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
     parser.add_argument("--instances", type=int, help="of planner: how many random instances (1000)")
-    parser.add_argument("--only", type=int, nargs="+", help="of planner: the numbers of the instances, from 0")
+    parser.add_argument(
+        "--only", type=int, nargs="+", help="of planner and forecast: the numbers, from 0, of those to run"
+    )
     options = parser.parse_args()
     if options.name == "gpu":
         if options.json:
@@ -107,10 +109,10 @@ def main() -> int:
         parser.error("--instances is an option of planner: 1 or more")
     if options.cases is not None and (options.name != "forecast" or options.cases < 1):
         parser.error("--cases is an option of forecast: 1 or more")
-    if options.only and options.name != "planner":
-        parser.error("--only is an option of planner")
+    if options.only and (options.name not in ("planner", "forecast") or min(options.only) < 0):
+        parser.error("--only is an option of planner and forecast: 0 or more")
     asked = {"only": options.only, "num_instances": options.instances, "num_cases": options.cases}
-    asked = {name: number for name, number in asked.items() if number is not None}
+    asked = {name: value for name, value in asked.items() if value is not None}
     result: Result = import_module(f".{options.name}", __package__).measure(**asked)
     given = {"--instances": options.instances, "--cases": options.cases}
     if not options.only:  # a few are no result

@@ -10,12 +10,15 @@ Simulated devices have neither kernels' workspaces nor fragmented memory, so a c
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,6 +30,8 @@ from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.run import Use
 from highwater.memory.planner.run_plan import UsePlan
+from highwater.memory.planner.tiles import choose_tiles
+from highwater.memory.transfer.link_speed import state_links
 from highwater.memory.units import GIB, MIB
 from highwater.nodes.described_hardware import DescribedDevice, Hardware
 
@@ -37,8 +42,9 @@ SEED = 17
 PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
 # Models of 15 to 30 MiB: most of the first stream, most of the last stay.
 DEVICE_MIB = ((17, 24), (20, 40), (40, 120))
-# The forward that is timed, the last of the second run, comes after the blocks were measured and planned anew.
 STEPS = 4
+# Forwards are timed in the second run, the last of more steps, after the blocks were measured and planned anew.
+STEPS_AGAIN, NUM_TIMED = 8, 3
 PRECISION = "as stored"  # profiles would encode some: nothing is predicted of the time in which weights are decoded
 # The limits that a ratio of 1 stands for.
 MOST_UNDER, MOST_OVER = 0.05, 0.30
@@ -148,20 +154,25 @@ class Measured:
     device_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    room_bytes: int | None = None
+    """What the VAE had to decode in, where it was asked for tiles."""
 
 
 class Watch:
-    """Takes the virtual seconds of each part's last forward by events on the compute stream.
+    """Takes the virtual seconds of each part's forwards by events on the compute stream.
 
     Waits for nothing: while a forward ends, the copies for the next one run.
     """
 
     def __init__(self, pipe: Any) -> None:
-        self.taken: dict[str, list[torch.Event]] = {}
+        self.taken: dict[str, list[list[torch.Event]]] = {}
         for name, module in pipe.components.items():
             if isinstance(module, torch.nn.Module):
-                module.register_forward_pre_hook(lambda *_, name=name: self.taken.__setitem__(name, [self.mark()]))
-                module.register_forward_hook(lambda *_, name=name: self.taken[name].append(self.mark()))
+                module.register_forward_pre_hook(lambda *_, name=name: self.of(name).append([self.mark()]))
+                module.register_forward_hook(lambda *_, name=name: self.of(name)[-1].append(self.mark()))
+
+    def of(self, name: str) -> list[list[torch.Event]]:
+        return self.taken.setdefault(name, [])
 
     def mark(self) -> torch.Event:
         event = torch.Event(device=torch.device("sim:0"), enable_timing=True)
@@ -169,21 +180,29 @@ class Watch:
         return event
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each part's last forward; waits for their ends."""
+        """Return the usual seconds of each part's forwards; waits for their ends.
+
+        The first of several also waits for what left since, which a plan tells as what is loaded before. The others
+        may be the first behind a new plan, with staging memory that is empty: once with the first times of blocks, and
+        again as those change with the plan, since what waits for its weights was launched meanwhile. The seconds of a
+        plan are those of forwards that follow each other, so the middle one of the last counts.
+        """
         found = {}
-        for name, (begin, end) in self.taken.items():
-            end.synchronize()
-            found[name] = begin.elapsed_time(end) / 1e3
+        for name, events in self.taken.items():
+            events[-1][1].synchronize()
+            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in events]
+            found[name] = median(seconds[1:][-NUM_TIMED:] or seconds)
         self.taken.clear()
         return found
 
 
 def run_case(case: Case, planned: Plan, samplings: list[dict[str, Any]], uses: list[Sequence[Use]]) -> list[Measured]:
-    """Load a pipeline as placed and sample each of these in turn; return what each did.
+    """Load a pipeline as placed and sample each of these in turn, with their steps; return what each did.
 
     Args:
         uses: what was predicted of each.
     """
+    from highwater.nodes.pipelines import tiled_decode
     from highwater.nodes.pipelines.diffusers_pipelines import load_with_sources
     from highwater.nodes.pipelines.pipeline_folders import ready_pipeline
     from highwater.nodes.pipelines.sampling import LoadedPipeline, Sampling
@@ -203,7 +222,7 @@ def run_case(case: Case, planned: Plan, samplings: list[dict[str, Any]], uses: l
     )
     found = []
     watch = Watch(pipe)
-    forms = {Sampling(steps=STEPS, seed=1, **sampling).form for sampling in samplings}
+    forms = {Sampling(seed=1, **sampling).form for sampling in samplings}
     loaded = LoadedPipeline(pipe=pipe, managed=managed, traced=forms)
     try:
         for sampling, predicted in zip(samplings, uses, strict=True):
@@ -212,9 +231,19 @@ def run_case(case: Case, planned: Plan, samplings: list[dict[str, Any]], uses: l
             peaks: dict[str, int] = {}
             held: dict[str, dict[str, int]] = {}
             note = watch_needs(manager, peaks, held)
-            loaded.sample(Sampling(steps=STEPS, seed=1, **sampling), on_step=lambda *_: None)
+            rooms: list[int] = []
+
+            def choose(size: Any, cost: Any, budget_bytes: int, rooms: list[int] = rooms) -> Any:
+                rooms.append(budget_bytes)  # nothing else: what tells the cost keeps the latents
+                return choose_tiles(size, cost, budget_bytes)
+
+            with patch.object(tiled_decode, "choose_tiles", choose):
+                loaded.sample(Sampling(seed=1, **sampling), on_step=lambda *_: None)
             note()
-            found.append(replace(one, device_bytes=held, activations=peaks, seconds=watch.read()))
+            room_bytes = rooms[-1] if rooms else None
+            found.append(
+                replace(one, device_bytes=held, activations=peaks, seconds=watch.read(), room_bytes=room_bytes)
+            )
     finally:
         managed.release()
     return found
@@ -273,11 +302,15 @@ def measure_one(number: int, tally: Tally) -> None:
         tally.num_refused += 1  # the plan says that activations take more than there is
         return
     uses, other_uses = ([use.use for use in one.run.uses] for one in (plan, other_plan))
+    state_links(hardware.links)  # as `highwater run` does where devices are described
     with simdevice.cluster(specs, pinned_bytes=hardware.pinned_bytes):
         try:
-            first, again, elsewhere = run_case(
-                case, planned, [case.sampling, case.sampling, case.other], [uses, uses, other_uses]
-            )
+            samplings = [
+                {**case.sampling, "steps": STEPS},
+                {**case.sampling, "steps": STEPS_AGAIN},
+                {**case.other, "steps": STEPS},
+            ]
+            first, again, elsewhere = run_case(case, planned, samplings, [uses, uses, other_uses])
             num_failed = sum(simdevice.stats(index).num_ooms for index in range(len(specs)))
             if num_failed:
                 tally.num_retries += 1
@@ -323,13 +356,22 @@ def activations_of(use: UsePlan) -> int | None:
 
 
 def compare_elsewhere(tally: Tally, where: str, plan: Any, measured: Measured) -> None:
+    """Compare with the plan of the other size.
+
+    That plan is of a pipeline that is loaded for this size. The one that runs stays in the blocks into which it was cut
+    for the first size, so its model may leave other room for the decode: its tiles are those for the room there was.
+    """
     for use in plan.run.uses:
         expected, found = activations_of(use), measured.activations.get(use.use.component)
+        if use.use.tiling is not None and measured.room_bytes is not None:
+            in_tiles = use.use.tiling.choose(measured.room_bytes)
+            expected = activations_of(replace(use, in_tiles=in_tiles))
         if expected is not None and found is not None and max(expected, found) >= LEAST_BYTES:
             tally.note("elsewhere", abs(expected / max(1, found) - 1), f"{where}, {use.use.component}")
 
 
-def measure(num_cases: int = NUM_CASES) -> Result:
+def measure(num_cases: int = NUM_CASES, only: Collection[int] = ()) -> Result:
+    """Plan and run cases from the first on, or those of these numbers."""
     from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
     install()
@@ -338,10 +380,10 @@ def measure(num_cases: int = NUM_CASES) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         folder_paths.configure(models=Path(folder), output=Path(folder) / "out")
         ensure_pipelines(Path(folder) / "diffusers")
-        number = 0
-        while tally.num_cases < num_cases:
+        for number in sorted(only) or itertools.count():
+            if not only and tally.num_cases >= num_cases:
+                break
             measure_one(number, tally)
-            number += 1
     return result_of(tally)
 
 

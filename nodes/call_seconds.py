@@ -8,7 +8,7 @@ are in proportion to their operations. Nothing is assumed: of what was neither m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from .device_choices import missing_devices
@@ -17,8 +17,8 @@ from .plans import read_precisions
 if TYPE_CHECKING:
     from ..memory.manager.manager import MemoryManager
     from ..memory.manager.speeds import CallKey
-    from ..memory.planner.run import BlockTimes
-    from ..memory.tracing import EntryTrace, Trace
+    from ..memory.planner.run import BlockTimes, Stretch
+    from ..memory.tracing import EntryTrace, Kernel, Trace
     from ..memory.weights.component import Component
     from .described_hardware import DeviceRates
     from .planned_calls import PlannedCall
@@ -97,6 +97,10 @@ class CallSeconds(Protocol):
         """
         ...
 
+    def followed(self, times: Mapping[str, BlockTimes], kernels: Sequence[Kernel]) -> Mapping[str, BlockTimes]:
+        """Return the times of a call with what its caller computes between it and the next one."""
+        ...
+
 
 class StatedSeconds:
     """By speeds that were stated.
@@ -134,6 +138,12 @@ class StatedSeconds:
         num_calls: int = 1,
     ) -> Mapping[str, BlockTimes]:
         return {device: self.times_on(rates, trace, component, names) for device, rates in self.rates.items()}
+
+    def followed(self, times: Mapping[str, BlockTimes], kernels: Sequence[Kernel]) -> Mapping[str, BlockTimes]:
+        return {
+            device: replace(found, following=stretches_of([(None, kernels)], self.rates[device]))
+            for device, found in times.items()
+        }
 
     def times_on(
         self, rates: DeviceRates, trace: Trace, component: Component, names: Sequence[str] | None
@@ -207,6 +217,9 @@ class MeasuredSeconds:
                 times[name] = by_flops(seconds, trace, component, names, source)
         return times
 
+    def followed(self, times: Mapping[str, BlockTimes], kernels: Sequence[Kernel]) -> Mapping[str, BlockTimes]:
+        return times  # what passes took between two calls was not measured
+
     def measured(self, trace: Trace, found: Computed, device: str, num_calls: int) -> float | None:
         """Return what a call takes by what was measured of it: in one with the others of its step, or alone."""
         for together in dict.fromkeys((num_calls, 1)):
@@ -277,17 +290,45 @@ def times_of(trace: Trace, component: Component, rates: DeviceRates, names: Sequ
     from ..memory.planner.run import BlockTimes
     from ..memory.tracing import seconds_of
 
-    seconds = seconds_of(
-        trace,
-        flops_per_s=rates.flops_per_s,
-        memory_bytes_per_s=rates.memory_bytes_per_s,
-        launch_s=rates.launch_s,
-        link_bytes_per_s=rates.link_bytes_per_s,
-    )
+    seconds = seconds_of(trace, **speeds_of(rates))
     if names is None:
         names = [block.name for block in component.blocks]
     blocks = tuple(seconds.blocks.get(name, 0.0) for name in names)
-    return BlockTimes(blocks_s=blocks, other_s=max(0.0, seconds.total_s - sum(blocks)), source=STATED)
+    numbers = {name: number for number, name in enumerate(names)}
+    return BlockTimes(
+        blocks_s=blocks,
+        other_s=max(0.0, seconds.total_s - sum(blocks)),
+        source=STATED,
+        copy_launch_s=rates.launch_s,
+        stretches=stretches_of([(numbers.get(part.block), part.kernels) for part in trace.segments], rates),
+    )
+
+
+def stretches_of(parts: Iterable[tuple[int | None, Sequence[Kernel]]], rates: DeviceRates) -> tuple[Stretch, ...]:
+    """Return what kernels take on a device of these rates, and the host that launches them; each with its block."""
+    from ..memory.planner.run import Stretch
+    from ..memory.tracing import launched
+
+    return tuple(
+        Stretch(
+            block=block,
+            launch_s=part.launch_s,
+            busy_s=part.busy_s,
+            end_s=part.end_s,
+            copy_s=part.copy_s,
+        )
+        for block, kernels in parts
+        for part in launched(kernels, **speeds_of(rates))
+    )
+
+
+def speeds_of(rates: DeviceRates) -> dict[str, float]:
+    return {
+        "flops_per_s": rates.flops_per_s,
+        "memory_bytes_per_s": rates.memory_bytes_per_s,
+        "launch_s": rates.launch_s,
+        "link_bytes_per_s": rates.link_bytes_per_s,
+    }
 
 
 def precision_asked(call: PlannedCall) -> str:

@@ -82,12 +82,14 @@ class PipelinePredictor:
         def times(trace: Trace) -> Mapping[str, BlockTimes]:
             return seconds.times(trace, component, computed, names=names)
 
+        # Of several calls of a step it is behind the last alone.
+        following = calls[0].following if len(calls) == 1 and num_passes > 1 else ()
         return Prediction(
             num_passes=num_passes,
             activation_bytes=largest.peak_bytes,
             held_bytes=largest.held_bytes,
             carried_bytes=largest.trace.carried_bytes,
-            times=times(largest.trace),
+            times=seconds.followed(times(largest.trace), following),
             tiling=self.tiling(folder, component, largest, times) if largest.method == "decode" else None,
         )
 

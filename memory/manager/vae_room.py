@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..errors import DoesNotFit, InvalidInput
+from ..planner.plan import ComponentPlan
 from .admission import Admission
 from .leases import Leases
+from .member import Member
 
 __all__ = ["VaePlace", "VaeRoom"]
 
@@ -79,8 +82,15 @@ class VaeRoom:
             if member is None or len(shares) != 1 or not self.sees(shares[0].device):
                 return None
             device = shares[0].device
-            missing = shares[0].device_bytes - self.capacity.ledger.held(member.id, device)
+            missing = self.planned_now(member).shares[0].device_bytes - self.capacity.ledger.held(member.id, device)
             return VaePlace(name=member.id, device=device, missing_bytes=max(0, missing), tile_bytes=member.tile_bytes)
+
+    def planned_now(self, member: Member) -> ComponentPlan:
+        """Return what a member is planned to take by what is known now: it may have computed another size last."""
+        try:
+            return self.capacity.replan(member)
+        except (DoesNotFit, InvalidInput):
+            return member.managed.plan
 
     def beside(self, device: str, vae: str) -> Room:
         """Return what a VAE, by its id in the books, may use of a device; moves nothing."""

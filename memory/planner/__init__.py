@@ -28,7 +28,7 @@ __all__, __getattr__ = lazy_names(
         "replanning": ["confirm_plan", "fresh_plan_holds", "replan"],
         "planning": ["chosen_precision", "granularity_of", "plan_components", "weights_to_measure"],
         "request": ["PlanRequest", "plan_request", "plan_together"],
-        "run": ["BlockTimes", "Tiling", "Use", "largest_activations", "usual_uses", "with_slack"],
+        "run": ["BlockTimes", "Stretch", "Tiling", "Use", "largest_activations", "usual_uses", "with_slack"],
         "run_plan": ["RunPlan", "UsePlan"],
     },
 )

@@ -11,9 +11,10 @@ from ..options.profile import OffloadProfile
 from ..units import MIB, align_up, format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, KeptFree, Machine
+from .run import SLACK
 from .sizes import Sizes
 
-__all__ = ["find_kept", "find_limit", "refuse_small_limit", "steady_limit"]
+__all__ = ["find_kept", "find_limit", "held_later", "refuse_small_limit", "steady_limit"]
 
 # Forwards of these take more beside their weights than a watermark's few bytes.
 LARGE_ACTIVATIONS = ("diffusion", "vae")
@@ -64,8 +65,17 @@ def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, 
     return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
 
 
+def held_later(kept: KeptFree, capacity: DeviceCapacity) -> int:
+    """Return what of a device stays free for what a pipeline holds once more steps have run, beside what it holds now.
+
+    Where what stays free for forwards, with its slack, is more than the low mark, that has room for it. Without it the
+    low mark is passed by a few bytes, and the component gives way until the high mark is free.
+    """
+    return kept.num_bytes // SLACK if kept.is_known and kept.num_bytes <= capacity.kept_free_bytes else 0
+
+
 def steady_limit(
-    limit: int, capacity: DeviceCapacity, planned_bytes: int, planned_limit: int, largest_bytes: int
+    limit: int, grown_limit: int, capacity: DeviceCapacity, planned_bytes: int, planned_limit: int, largest_bytes: int
 ) -> int:
     """Return the limit of a component that is in place and streams, so that a wobble of free memory moves nothing.
 
@@ -73,6 +83,7 @@ def steady_limit(
     free than the high mark and a block.
 
     Args:
+        grown_limit: what it may take where it grows; a little less than the limit (`held_later`).
         planned_bytes, planned_limit: what its plan takes, and the limit for which that was made.
         largest_bytes: of its blocks: so much may be left of what it may take.
     """
@@ -80,7 +91,7 @@ def steady_limit(
     if limit < held:
         return limit - band
     if limit > held + band + largest_bytes:
-        return limit
+        return grown_limit
     return planned_limit if planned_bytes == held <= planned_limit <= limit else held
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, format_bytes, format_seconds
 from .capacity import DeviceCapacity, Machine
-from .device_limit import find_kept, find_limit, refuse_small_limit, steady_limit
+from .device_limit import find_kept, find_limit, held_later, refuse_small_limit, steady_limit
 from .prefetch_schedule import (
     Schedule,
     choose_prefetch,
@@ -312,8 +312,10 @@ def find_allowed(
     if device == "cpu":
         return Allowed(whole=whole, sizes=sizes, largest_bytes=largest, least_bytes=least, limit_bytes=0, source="")
     limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
+    more = 0
     if keeps_free and limit >= least:
         kept = find_kept(component, capacity, machine, profile)
+        more = held_later(kept, capacity)
         most = capacity.available_bytes + capacity.kept_free_bytes - capacity.lasting_bytes  # beside no weights
         is_futile = most - least <= kept.futile_bytes * (1 + WORTH_RETRYING)
         if kept.num_bytes > capacity.kept_free_bytes and not is_futile:
@@ -323,10 +325,13 @@ def find_allowed(
                 limit, source = most - keeps_bytes, f"{format_bytes(most - keeps_bytes)} available on {capacity.name}"
             if kept.is_known or whole.device_bytes > limit:
                 reasons.append(f"{KEEPS} {format_bytes(keeps_bytes)} free for activations: {kept.why}")
+    full_limit = limit
+    if whole.device_bytes > limit > least:
+        limit = min(limit, max(least, capacity.available_bytes - more))
     if limit >= GIB and whole.device_bytes > limit >= least:
         limit = max(least, limit // MIB * MIB)  # whole MiB: people read the text that gives the same plan again
     if current is not None and may_be_wobble(capacity, current, whole) and current.limit_bytes is not None:
-        steady = steady_limit(limit, capacity, current.device_bytes, current.limit_bytes, largest)
+        steady = steady_limit(full_limit, limit, capacity, current.device_bytes, current.limit_bytes, largest)
         limit = max(min(limit, least), steady)
     return Allowed(
         whole=replace(whole, reasons=tuple(reasons)),

@@ -14,6 +14,7 @@ from .calls_at_once import compute_at_once, devices_by_block
 from .capacity import Machine
 from .device_plan import DevicePlan
 from .device_store import rate_from
+from .launched_passes import launched_pass_seconds
 from .pipeline import pipeline_of
 from .plan import Plan
 from .replanning import replan_shares
@@ -70,8 +71,24 @@ class PredictedRun:
             work = self.workload(name, share, times[share.device])
             if work is not None:
                 pass_s = pass_seconds(work, share.resident, share.staging_bytes, share.offsets)
-                return (replace(share, pass_s=pass_s),)
-        return replan_shares(self.components[name], plan, self.machine, profile, seconds).shares
+                return self.as_launched(name, (replace(share, pass_s=pass_s),), times)
+        shares = replan_shares(self.components[name], plan, self.machine, profile, seconds).shares
+        return self.as_launched(name, shares, times)
+
+    def as_launched(
+        self, name: str, shares: tuple[DevicePlan, ...], times: Mapping[str, BlockTimes]
+    ) -> tuple[DevicePlan, ...]:
+        """Return shares with the seconds of a forward as its host launches it, where one device streams all by one
+        link."""
+        plan, _ = self.plans[name]
+        share = shares[0]
+        bytes_per_s = self.machine.device(share.device).link_bytes_per_s
+        streams_all = len(shares) == 1 and share.streamed and not (plan.store or share.blocking or share.read_bytes)
+        if not streams_all or not bytes_per_s:
+            return shares
+        sizes = Sizes(self.components[name], plan.forms).blocks
+        pass_s = launched_pass_seconds(share, times[share.device], sizes, bytes_per_s)
+        return (replace(share, pass_s=pass_s),) if pass_s else shares
 
     def run(self) -> RunPlan:
         """Return what the run does ([Note: repeated run] in `run_plan.py`)."""
@@ -130,7 +147,8 @@ def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes])
         return None
     by_device = {share.device: times[share.device].by_block() for share in shares}
     where = {number: share.device for share in shares for number in share.blocks}
-    return {number: by_device[where[number]][number] for number in sorted(where)} or None
+    order = [number for number in times[shares[0].device].order if number in where]
+    return {number: by_device[where[number]][number] for number in order} or None
 
 
 def forward_seconds(shares: Sequence[DevicePlan], use: Use, machine: Machine) -> float | None:

@@ -12,6 +12,7 @@ from .tiles import TileChoice, Tiles
 __all__ = [
     "KINDS_OF_STEPS",
     "BlockTimes",
+    "Stretch",
     "Tiling",
     "Use",
     "largest_activations",
@@ -28,6 +29,25 @@ SLACK = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Kernels of one forward that run one after the other, in a block or between two; times in seconds.
+
+    What waits for a copy of weights finds its kernels launched meanwhile: then it takes ``busy_s``, else what the host
+    takes to launch them where that is longer.
+    """
+
+    block: int | None
+    """The number of the block; None: between blocks."""
+    launch_s: float
+    """What the host takes to launch them."""
+    busy_s: float
+    end_s: float
+    """How long after the first launch they end at the soonest."""
+    copy_s: float = 0.0
+    """What a copy behind them takes, for which the host waits; 0 where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTimes:
     """What one forward computes on one device, in seconds: each block, by its number, and what lies between them."""
 
@@ -37,6 +57,18 @@ class BlockTimes:
     """What of the forward is the host's time to launch it: calls that compute at the same time share the host."""
     source: str = ""
     """Where these are from, in a word or two, such as ``measured``; it changes nothing."""
+    stretches: tuple[Stretch, ...] = ()
+    """All that it computes, in order; empty where that is not known."""
+    copy_launch_s: float = 0.0
+    """What the host takes to launch a copy of weights."""
+    following: tuple[Stretch, ...] = ()
+    """What its caller computes between it and the next one."""
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of the blocks as they run first, then those of which that is not known."""
+        ran = [stretch.block for stretch in self.stretches if stretch.block is not None]
+        return list(dict.fromkeys([*ran, *range(len(self.blocks_s))]))
 
     @property
     def pass_s(self) -> float:

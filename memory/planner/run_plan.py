@@ -82,7 +82,10 @@ class UsePlan:
         """Return what its forwards take of a device beside weights, as far as that is known."""
         if device not in self.held:
             return 0
-        return (self.use.activation_bytes or 0) if self.in_tiles is None else beside_tiles(self.use, self.in_tiles)
+        if self.in_tiles is None:
+            return self.use.activation_bytes or 0
+        expected = self.in_tiles.expected_bytes
+        return beside_tiles(self.use, self.in_tiles) if expected is None else self.use.held_bytes + expected
 
     def text(self) -> str:
         """Return the use in one line for people."""

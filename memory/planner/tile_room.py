@@ -95,8 +95,14 @@ def room_levels(use: Use) -> Iterator[int]:
 
 def each_tile(times: BlockTimes, count: float) -> BlockTimes:
     """Return what one of so many equal tiles computes, of the times of all."""
-    blocks_s = tuple(second / count for second in times.blocks_s)
-    return replace(times, blocks_s=blocks_s, other_s=times.other_s / count, launch_s=times.launch_s / count)
+    return replace(
+        times,
+        blocks_s=tuple(second / count for second in times.blocks_s),
+        other_s=times.other_s / count,
+        launch_s=times.launch_s / count,
+        stretches=(),  # those of all tiles, one after the other
+        following=(),
+    )
 
 
 def whole_room(use: Use) -> int:

@@ -142,6 +142,8 @@ class TileChoice:
     budget_bytes: int
     is_small: bool = False
     """Whether it has too little of a larger picture for what a VAE normalises."""
+    expected_bytes: int | None = None
+    """What of ``tile_bytes`` tensors take, without the margin for what kernels allocate; None: all of it."""
 
     @property
     def fits(self) -> bool:

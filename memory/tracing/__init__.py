@@ -9,7 +9,7 @@ __all__, __getattr__ = lazy_names(
     {
         "call_shapes": ["Shapes", "shapes_of"],
         "trace": ["BlockTrace", "EntryTrace", "Kernel", "Segment", "Trace", "Untraceable", "Work"],
-        "forward_seconds": ["BlockSeconds", "Seconds", "seconds_of"],
+        "forward_seconds": ["BlockSeconds", "LaunchedKernels", "Seconds", "launched", "seconds_of"],
         "meta_twin": ["meta_like"],
         "forward_trace": ["Activations", "trace_forward"],
         "call_traces": ["CallTrace", "trace_calls"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from .entries import follow_entries
 from .forward_trace import follow_blocks, tensors_of
 from .meta_twin import make_twin
 from .recorder import Recorder
-from .trace import Trace, Untraceable
+from .trace import Kernel, Trace, Untraceable
 
 __all__ = ["CallTrace", "trace_calls"]
 
@@ -34,6 +34,8 @@ class CallTrace:
     trace: Trace
     inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     """Shape and dtype of the tensors that it is called with, in order."""
+    following: tuple[Kernel, ...] = ()
+    """What the caller computes behind it, before the next call."""
 
     @property
     def peak_bytes(self) -> int:
@@ -87,7 +89,7 @@ class Calls:
         self.found: list[CallTrace] = []
         self.running = ""
         self.inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-        self.num_before = self.held_bytes = 0
+        self.num_before = self.num_after = self.held_bytes = 0
 
     def follow(self, name: str, twin: nn.Module) -> None:
         """Note each call of a part's twin."""
@@ -109,6 +111,10 @@ class Calls:
         self.inputs = tuple((tuple(value.shape), value.dtype) for value in args if isinstance(value, torch.Tensor))
         self.running = f"{name}.{method}"
         self.recorder.end_segment("")
+        if self.found:
+            between = self.recorder.segments[self.num_after :]
+            kernels = tuple(kernel for segment in between for kernel in segment.kernels)
+            self.found[-1] = replace(self.found[-1], following=kernels)
         self.num_before, self.held_bytes = len(self.recorder.segments), self.recorder.held_bytes
 
     def end(self, name: str, method: str, output: Any) -> None:
@@ -116,6 +122,7 @@ class Calls:
             return
         self.running = ""
         self.recorder.end_segment("")
+        self.num_after = len(self.recorder.segments)
         trace = self.recorder.trace_since(self.num_before, self.held_bytes, tensors_of(output))
         self.found.append(
             CallTrace(part=name, method=method, held_bytes=self.held_bytes, trace=trace, inputs=self.inputs)

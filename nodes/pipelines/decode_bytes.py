@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...memory.planner.tiles import Tiles
-from ...memory.tracing import trace_forward
+from ...memory.tracing import Trace, trace_forward
 from .tile_settings import set_to
 
-__all__ = ["DecodeBytes", "cuts_well", "decode_bytes", "trace", "twin_of"]
+__all__ = ["Cut", "DecodeBytes", "cut_of", "cuts_well", "decode_bytes", "pieces", "trace", "twin_of"]
 
 # The sides of two pictures of latents that are traced; what lies between and beyond follows from the line through them.
 TRACED_LATENTS = (16, 32)
@@ -22,6 +22,8 @@ TRACED_LATENTS = (16, 32)
 CUT_LATENTS = 24
 # What kernels allocate for themselves stands in no tensor.
 MARGIN = 1.1
+# What runs once for each tile, in classes that have it; what comes behind the last one joins them.
+DECODER = "decoder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +40,26 @@ class DecodeBytes:
     """Of the video that is decoded."""
 
     def of(self, num_latents: int) -> int:
-        """Return the bytes for a picture with so many latents."""
-        return int((self.fixed_bytes + self.bytes_per_latent * num_latents) * MARGIN)
+        """Return the bytes for a picture with so many latents, with what kernels may allocate."""
+        return int(self.tensors(num_latents) * MARGIN)
+
+    def tensors(self, num_latents: int) -> float:
+        """Return the bytes of tensors alone."""
+        return self.fixed_bytes + self.bytes_per_latent * num_latents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """What comes of a picture that a VAE decodes in tiles."""
+
+    works: bool
+    """Whether it is whole, and took less memory at once."""
+    joined_pictures: float
+    """How many pictures there are at most beside all tiles, while these are joined."""
 
 
 known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DecodeBytes]] = weakref.WeakKeyDictionary()
-known_to_cut: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weakref.WeakKeyDictionary()
+known_cuts: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Cut]] = weakref.WeakKeyDictionary()
 
 
 def decode_bytes(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> DecodeBytes:
@@ -72,20 +88,37 @@ def decode_bytes(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> DecodeBy
 
 
 def cuts_well(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether tiles of a VAE give the whole picture, of less memory at once; not so in every class of the library.
+    """Whether tiles of a VAE give the whole picture, of less memory at once; not so in every class of the library."""
+    return cut_of(vae, shape, dtype).works
 
-    Traces it once for latents of a shape, in whatever height and width.
-    """
+
+def cut_of(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> Cut:
+    """Return what comes of tiles of a VAE. Traces it once for latents of a shape, in whatever height and width."""
     key = (*shape[:-2], dtype)
-    found = known_to_cut.setdefault(vae, {})
+    found = known_cuts.setdefault(vae, {})
     if key not in found:
         twin, side, cut = twin_of(vae, dtype), TRACED_LATENTS[0], (*shape[:-2], CUT_LATENTS, CUT_LATENTS)
         whole_bytes, whole = trace(twin, cut, dtype)
         per_latent = whole[-1] // CUT_LATENTS
-        with set_to(twin, Tiles(pixels=side * per_latent, overlap_pixels=side * per_latent // 4), per_latent):
-            tiled_bytes, tiled = trace(twin, cut, dtype)
-        found[key] = tiled == whole and tiled_bytes < whole_bytes
+        tiles = Tiles(pixels=side * per_latent, overlap_pixels=side * per_latent // 4)
+        with set_to(twin, tiles, per_latent):
+            traced = trace_decode(twin, cut, dtype, blocks=[DECODER] if hasattr(twin, DECODER) else [])
+        (tiled,) = traced.output_shapes
+        lengths = pieces(CUT_LATENTS, side, side - side // 4)
+        tile_bytes = math.prod(tiled) * dtype.itemsize * (sum(lengths) / CUT_LATENTS) ** 2
+        # Behind the last tile; where it cannot be told which that is, at any time.
+        last = max((n for n, segment in enumerate(traced.segments) if segment.block), default=-1)
+        joined_bytes = max((segment.peak_bytes for segment in traced.segments[last + 1 :]), default=0) - tile_bytes
+        found[key] = Cut(
+            works=tiled == whole and traced.peak_bytes + latent_bytes(cut, dtype) < whole_bytes,
+            joined_pictures=max(1.0, joined_bytes / (math.prod(tiled) * dtype.itemsize)),
+        )
     return found[key]
+
+
+def pieces(length: int, tile: int, step: int) -> list[int]:
+    """Return the lengths of tiles along a side of latents, as the library cuts them: the last may be what overlaps."""
+    return [min(tile, length - begin) for begin in range(0, length, step)]
 
 
 def twin_of(vae: Any, dtype: torch.dtype) -> Any:
@@ -98,7 +131,15 @@ def twin_of(vae: Any, dtype: torch.dtype) -> Any:
 
 def trace(twin: Any, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, tuple[int, ...]]:
     """Return the most bytes that tensors of a decode have at once, the latents among them, and its result's shape."""
-    latents = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    traced = trace_forward(twin, (latents,), {"return_dict": False}, method="decode", blocks=())
+    traced = trace_decode(twin, shape, dtype)
     (picture,) = traced.output_shapes
-    return traced.peak_bytes + latents.nbytes, picture
+    return traced.peak_bytes + latent_bytes(shape, dtype), picture
+
+
+def trace_decode(twin: Any, shape: Sequence[int], dtype: torch.dtype, blocks: Collection[str] = ()) -> Trace:
+    latents = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return trace_forward(twin, (latents,), {"return_dict": False}, method="decode", blocks=blocks)
+
+
+def latent_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize

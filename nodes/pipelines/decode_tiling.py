@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ import torch
 from ...memory.planner.tiles import TileChoice, TileCost, TiledSize, Tiles, choose_tiles
 from ...memory.tracing import Kernel, Segment, Trace, trace_forward
 from .decode_bytes import MARGIN, cuts_well, decode_bytes, twin_of
-from .tile_settings import cuts_frames, way_of
-from .tiled_decode import measure
+from .tile_settings import way_of
+from .tiled_decode import measure, pieces_of
 
 if TYPE_CHECKING:
     from ...memory.planner.run import BlockTimes
@@ -83,7 +84,8 @@ class DecodeTiling:
         """Return the tiles that the node will choose where so much is left; traces nothing where one piece fits."""
         if int(self.whole_bytes * MARGIN) <= left_bytes or self.measured is None:
             return None
-        return choose_tiles(*self.measured, left_bytes)
+        found = choose_tiles(*self.measured, left_bytes)
+        return None if found is None else replace(found, expected_bytes=int(found.tile_bytes / MARGIN))
 
     def num_forwards(self, tiles: Tiles) -> int:
         return prod(len(lengths) for lengths in self.pieces(tiles))
@@ -112,20 +114,7 @@ class DecodeTiling:
 
     def pieces(self, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
         """Return the lengths of tiles in latents, as the library cuts them: frames, height, width."""
-        per_latent, per_frame = self.size.pixels_per_latent, self.size.frames_per_latent
-        side, step = tiles.pixels // per_latent, (tiles.pixels - tiles.overlap_pixels) // per_latent
-        height, width = (self.cut(length, side, step) for length in self.shape[-2:])
-        if not (tiles.overlap_frames and cuts_frames(self.vae)):
-            return [self.num_frames], height, width
-        frames, step = tiles.frames // per_frame, (tiles.frames - tiles.overlap_frames) // per_frame
-        # A run of frames has one latent more, whose frame is dropped.
-        return [min(frames + 1, self.num_frames - begin) for begin in range(0, self.num_frames, step)], height, width
-
-    def cut(self, length: int, side: int, step: int) -> list[int]:
-        """Return the lengths along one side; both sides are cut where one is longer than a tile."""
-        if max(self.shape[-2:]) <= side:
-            return [length]
-        return [min(side, length - begin) for begin in range(0, length, step)]
+        return pieces_of(self.vae, self.shape, self.size, tiles)
 
     def trace(self, tiles: Tiles) -> Trace:
         """Return the tiles one after the other as a trace, and what joins them. Its bytes are not told."""

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from ...memory.manager.vae_room import VaePlace, VaeRoom
     from .decode_bytes import DecodeBytes
 
-__all__ = ["choosing_tiles", "measure"]
-
-# Tiles stay on the device until they are joined: what they overlap counts twice, then rows, then the picture.
-JOINED_PICTURES = 16 / 9 + 2
+__all__ = ["choosing_tiles", "measure", "pieces_of"]
 
 
 @contextmanager
@@ -119,7 +116,7 @@ def measure(vae: Any, z: torch.Tensor) -> tuple[TiledSize, TileCost]:
 
     A video whose frames the VAE cannot be told to cut counts as one picture.
     """
-    from .decode_bytes import decode_bytes
+    from .decode_bytes import MARGIN, cut_of, decode_bytes
 
     def traced_for(shape: Sequence[int]) -> DecodeBytes:
         with warnings.catch_warnings():
@@ -129,7 +126,6 @@ def measure(vae: Any, z: torch.Tensor) -> tuple[TiledSize, TileCost]:
     traced = traced_for(z.shape)
     height, width = z.shape[-2:]
     per_latent = traced.pixels_per_latent
-    joined_bytes = int(JOINED_PICTURES * traced.picture_bytes_per_latent * height * width)
     size = TiledSize(height=height * per_latent, width=width * per_latent, pixels_per_latent=per_latent)
     if z.ndim == 5 and cuts_frames(vae):
         size = replace(size, frames=traced.num_frames, frames_per_latent=int(vae.temporal_compression_ratio))
@@ -137,10 +133,45 @@ def measure(vae: Any, z: torch.Tensor) -> tuple[TiledSize, TileCost]:
     def cost(tiles: Tiles | None) -> int:
         if tiles is None:
             return traced.of(height * width)
-        side, found = tiles.pixels // per_latent, traced
+        frames, heights, widths = pieces_of(vae, z.shape, size, tiles)
+        found = traced
         if tiles.overlap_frames:
-            # Each run of frames has one latent more, whose frame is dropped.
-            found = traced_for((*z.shape[:-3], tiles.frames // size.frames_per_latent + 1, height, width))
-        return found.of(min(side, height) * min(side, width)) + joined_bytes
+            found = traced_for((*z.shape[:-3], max(frames), height, width))
+        run_bytes = found.picture_bytes_per_latent * height * width
+        pictures = cut_of(vae, z.shape, z.dtype).joined_pictures
+        most = tiled_bytes(found, heights, widths, pictures * run_bytes)
+        # Runs of frames stay until all are there, and are put together beside the last.
+        before = run_bytes * (len(frames) - 1)
+        return int(MARGIN * max(before + most, before + run_bytes + pictures * before))
 
     return size, cost
+
+
+def tiled_bytes(one: DecodeBytes, heights: Sequence[int], widths: Sequence[int], joined_bytes: float) -> float:
+    """Return the most bytes of tensors while tiles of these latents are decoded in turn, stay, and then are joined."""
+    held, most = 0, 0.0
+    for num_latents in (height * width for height in heights for width in widths):
+        most = max(most, held + one.tensors(num_latents))
+        held += one.picture_bytes_per_latent * num_latents
+    return most if len(heights) * len(widths) == 1 else max(most, held + joined_bytes)
+
+
+def pieces_of(vae: Any, shape: Sequence[int], size: TiledSize, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
+    """Return the lengths of tiles in latents, as the library cuts them: frames, height, width.
+
+    Both sides are cut where one is longer than a tile.
+    """
+    from .decode_bytes import pieces
+
+    num_frames, per_latent, per_frame = (
+        shape[2] if len(shape) == 5 else 1,
+        size.pixels_per_latent,
+        size.frames_per_latent,
+    )
+    side, step = tiles.pixels // per_latent, (tiles.pixels - tiles.overlap_pixels) // per_latent
+    height, width = ([length] if max(shape[-2:]) <= side else pieces(length, side, step) for length in shape[-2:])
+    if not (tiles.overlap_frames and cuts_frames(vae)):
+        return [num_frames], height, width
+    # A run of frames has one latent more, whose frame is dropped.
+    frames, step = tiles.frames // per_frame, (tiles.frames - tiles.overlap_frames) // per_frame
+    return pieces(num_frames, frames + 1, step), height, width

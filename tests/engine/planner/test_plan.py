@@ -18,6 +18,7 @@ from highwater.memory.options.budget import BudgetItem
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import OffloadProfile, parse_profile
+from highwater.memory.planner.capacity import KeptFree
 from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine, Plan
 from highwater.memory.planner.planning import plan_components
@@ -732,6 +733,29 @@ def test_a_share_in_place_keeps_its_size_while_free_memory_wobbles(
         assert now.device_bytes <= available
         if share.device_bytes <= available <= share.device_bytes + (band + max(sizes)) * MIB:
             assert (now.resident, now.device_bytes) == (share.resident, share.device_bytes)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_streams_leaves_room_for_what_a_pipeline_holds_once_steps_have_run(is_known: bool) -> None:
+    """A 16th of what forwards need, which else is in what the low mark keeps free: the share in place stays then."""
+    part, need = component([7 * MIB] * 20), MIB // 2
+    here = replace(
+        machine(first=50 * MIB), needs=lambda *_: KeptFree(num_bytes=need, why="predicted", is_known=is_known)
+    )
+    decided = plan(part, on=here)["transformer"]
+    (share,) = decided.shares
+    left = 50 * MIB - share.limit_bytes
+    assert left == (need // 16 if is_known else 0)
+    if not is_known:
+        return
+    held = replace(
+        here.devices[1],
+        available_bytes=share.limit_bytes,
+        held_bytes=share.device_bytes,
+        band_bytes=MIB,
+    )
+    later = replan(part, decided, replace(here, devices=(here.devices[0], held, here.devices[2])), OffloadProfile())
+    assert later.shares[0].device_bytes == share.device_bytes
 
 
 def test_the_buffers_through_which_files_are_read_have_their_part_of_what_may_be_page_locked() -> None:

@@ -17,7 +17,7 @@ from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.request import PlanRequest, plan_request, plan_together
-from highwater.memory.planner.run import BlockTimes, Use
+from highwater.memory.planner.run import BlockTimes, Stretch, Use
 from highwater.memory.planner.tiles import TileChoice, TiledSize, Tiles, choose_tiles
 from highwater.memory.planner.workload import COPY_LATENCY_S
 from highwater.memory.units import GIB, MIB
@@ -106,6 +106,20 @@ def test_nothing_is_placed_where_its_activations_do_not_fit_if_there_is_room_els
     used = Use(component="transformer", num_passes=20, activation_bytes=2 * GIB, times=at)
     plan = ask(MODEL, on=machine(int(1.9 * GIB), 8 * GIB), uses=[used])
     assert devices_of(plan, "transformer") == ["gpu:1"]
+
+
+def test_a_forward_that_streams_takes_what_its_host_launches_while_weights_are_copied():
+    """Kernels of a block that waits for its weights are launched meanwhile: not first copied, then launched."""
+    block_s = 100 * MIB / LINK
+    known = BlockTimes(blocks_s=(block_s,) * 20)
+    launched = tuple(Stretch(block=n, launch_s=block_s, busy_s=0.0, end_s=block_s) for n in range(20))
+    here, taken = machine(int(0.25 * GIB)), []
+    for times_ in (known, replace(known, stretches=launched)):
+        plan = ask(MODEL, on=here, uses=[Use(component="transformer", num_passes=20, times={"gpu:0": times_})])
+        assert plan["transformer"].streams and plan.run is not None
+        taken.append(plan.run.uses[0].pass_s)
+    one_by_one, meanwhile = taken
+    assert 20 * block_s <= meanwhile < one_by_one
 
 
 def test_what_the_user_placed_stays_there():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from highwater.memory.tracing import Untraceable, trace_calls, trace_forward
+from highwater.memory.tracing import Kernel, Untraceable, trace_calls, trace_forward
 
 
 class Coder(nn.Module):
@@ -69,3 +69,18 @@ def test_says_which_call_cannot_be_traced() -> None:
         trace_calls({"asks": Asks()}, run)
     with pytest.raises(Untraceable, match=r"^what lies between the parts cannot be traced: .*reads the values"):
         trace_calls({"asks": Asks()}, lambda twins: torch.rand(3, device="meta").sum().item())
+
+
+def test_what_a_caller_computes_between_two_calls_stands_behind_the_first() -> None:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def run(twins: Mapping[str, nn.Module]) -> None:
+        x = twins["first"](torch.zeros(4, 8, device="meta"))
+        x = (x + 1) * 2
+        x = twins["second"](x)
+        x.neg()
+
+    calls = trace_calls({"first": first, "second": second}, run)
+    size = torch.zeros(4, 8).nbytes
+    assert calls[0].following == (Kernel(0, 2 * size), Kernel(0, 2 * size))
+    assert calls[1].following == ()

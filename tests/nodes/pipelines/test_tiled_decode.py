@@ -16,7 +16,7 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.manager import default
 from highwater.memory.planner.run import BlockTimes
-from highwater.memory.planner.tiles import choose_tiles
+from highwater.memory.planner.tiles import Tiles, choose_tiles
 from highwater.memory.tracing import seconds_of
 from highwater.nodes.pipelines.decode_bytes import cuts_well, decode_bytes, trace
 from highwater.nodes.pipelines.decode_tiling import tiling_of
@@ -286,6 +286,41 @@ def test_a_pipeline_that_a_node_samples_decodes_in_tiles(
     (reason,) = reasons[1]
     assert reason.startswith("VAE decode in tiles of ")
     assert 0 < (images[1] - images[0]).norm() / images[0].norm() < 0.2
+
+
+def test_a_decode_has_the_room_beside_its_vae_as_that_is_planned_now(sim: Any) -> None:
+    """Not as it was planned for the size that it decoded last."""
+    with rigged(sim, 64, build_vae()) as rig:
+        room, whole = rig.manager.vae_room, rig.managed.plan["vae"].shares[0].device_bytes
+        place = room.place_of(rig.vae)
+        assert place is not None and place.missing_bytes == whole
+        rig.managed.expect({"vae": 64 * MIB})
+        place = room.place_of(rig.vae)
+        assert place is not None and place.missing_bytes < whole
+        rig.managed.expect({"vae": MIB})
+        place = room.place_of(rig.vae)
+        assert place is not None and place.missing_bytes == whole
+
+
+@pytest.mark.parametrize("pixels", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (build_vae, (1, 4, 24, 6)),
+        (build_vae, (2, 4, 33, 40)),
+        (build_video_vae, (1, 16, 2, 20, 28)),
+        (build_framewise_vae, (1, 8, 3, 12, 8)),
+    ],
+    ids=["a strip", "two pictures", "a video", "a video at once"],
+)
+def test_the_bytes_of_tiles_are_those_that_their_tensors_have(build: Any, shape: tuple[int, ...], pixels: int) -> None:
+    """Earlier tiles stay while one is decoded, and all while they are joined: never both at once."""
+    vae = build()
+    size, cost = measure(vae, torch.empty(shape, device="meta"))
+    tiles = Tiles(pixels=pixels, overlap_pixels=pixels // 4, frames=size.whole_frames)
+    with set_to(vae, tiles, size.pixels_per_latent), torch.device("meta"):
+        traced, _ = trace(vae, shape, torch.float32)
+    assert cost(tiles) / 1.1 == pytest.approx(traced, rel=0.05)
 
 
 REAL = {
