@@ -306,7 +306,7 @@ def test_what_is_chosen_is_as_fast_as_what_a_plain_search_chooses(case: Case) ->
 
 @pytest.mark.parametrize("placement", ["auto", "gpu:0&gpu:1/auto"])
 def test_a_second_plan_plays_hardly_any_step_again(monkeypatch: pytest.MonkeyPatch, placement: str) -> None:
-    case = Case(times=(0.01,) * 57, speeds=(1.0, 0.5), carried_bytes=28 * MIB, num_calls=2, room=4.0)
+    case = Case(times=(0.01,) * 57, speeds=(1.0, 0.5), carried_bytes=28 * MIB, num_calls=2, room=64.0)
     played, plain = [], StepClock.seconds
 
     def seconds(clock: StepClock, groups: Sequence[tuple[int, int]]) -> float:
