@@ -377,18 +377,22 @@ def test_a_call_copies_each_streamed_block_once_and_calls_at_once_copy_none(sim,
         managed = manage(module, placement=placement, manager=manager)
         call = partial(module, torch.zeros(64, dtype=torch.uint8, device="sim:0"))
 
-        def blocks_copied_by(step: Callable[[], Any]) -> int:
+        def copied_by(step: Callable[[], Any]) -> int:
             before = sum(sim.stats(index).h2d_bytes for index in range(2))
             step()
             now_s()
-            return int(sum(sim.stats(index).h2d_bytes for index in range(2)) - before) // BLOCK_BYTES
+            return int(sum(sim.stats(index).h2d_bytes for index in range(2)) - before) // 512 * 512  # of weights
 
         for _ in range(5):
             call()
         now_s()
-        num_streamed = sum(len(share.streamed) for share in managed.plan.components[0].shares)
-        assert blocks_copied_by(call) == num_streamed
-        assert blocks_copied_by(partial(managed.run_micro_batches, [call, call])) == 2 * num_streamed
-        assert managed.members[0].managed.why_one_by_one() or not num_streamed
+        streams = [share for share in managed.plan.components[0].shares if share.streamed]
+        copied_bytes = copied_by(call)
+        # Staging memory that lacks less than a block for all of them keeps most of them from call to call.
+        if not any(share.staging_bytes > share.streamed_bytes - BLOCK_BYTES for share in streams):
+            assert copied_bytes == sum(share.streamed_bytes for share in streams)
+        assert copied_bytes <= sum(share.streamed_bytes for share in streams)
+        assert copied_by(partial(managed.run_micro_batches, [call, call])) == 2 * copied_bytes
+        assert managed.members[0].managed.why_one_by_one() or not streams
         managed.release()
         del call
