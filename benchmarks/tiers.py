@@ -187,7 +187,7 @@ def describe(name: str, folder: Path) -> list[Component]:
     path = folder / f"{name}.safetensors"
     if kind is None:
         header_only(on_meta(build), path, dtype=torch.float16, stored_name=sdxl_name)
-        return describe_checkpoint(path)
+        return describe_checkpoint(path, path.stem)
     header_only(on_meta(build), path)
     return [component_from_files([path], name=name, kind=kind)]
 

@@ -200,6 +200,10 @@ class Member:
         """Add what was allocated when a lender was entered for its pass: the lender takes a part of the free memory."""
         self.allocated_at_entry |= lender.allocated_at_entry
 
+    def note_tiles(self, num_bytes: int) -> None:
+        """Note what its plan keeps free for the tiles in which it decodes."""
+        self.tile_bytes = num_bytes
+
     def note_activations(self, device: str, num_bytes: int) -> None:
         """Note what a forward needed of a device beside the weights; the most counts."""
         self.activation_bytes[device] = max(self.activation_bytes[device], num_bytes)

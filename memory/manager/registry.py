@@ -146,7 +146,7 @@ class Registry:
         # In a plan uses may be in tiles, so that less is kept free for them.
         expected = [each.use for each in plan.run.uses] if plan.run is not None else uses
         for component, member in members.items():
-            member.tile_bytes = max((use.tile_bytes or 0 for use in expected if use.component == component), default=0)
+            member.note_tiles(max((use.tile_bytes or 0 for use in expected if use.component == component), default=0))
             num_bytes = largest_activations(expected, component)
             if num_bytes is not None:
                 self.capacity.expect(member, num_bytes)

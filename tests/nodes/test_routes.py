@@ -207,7 +207,7 @@ def test_a_checkpoint_is_planned_as_the_parts_that_its_loader_makes(ask: Callabl
     assert status == 200, answer
     planned = [(part["component"], part["weight_bytes"]) for part in answer["plans"]["files"]["components"]]
     of_one = 64 * 64 * 4
-    assert planned == [("sd/model", 2 * of_one), ("sd/clip", of_one), ("sd/vae", of_one), ("alone/model", of_one)]
+    assert planned == [("sd.model", 2 * of_one), ("sd.clip", of_one), ("sd.vae", of_one), ("alone.model", of_one)]
 
 
 @pytest.mark.parametrize(
