@@ -39,6 +39,7 @@ from .case import Result
 
 NUM_CASES = 20
 SEED = 17
+BATCH_SEED = 1000  # of its own: the other numbers of a case stay what they were
 PIPELINES = ("tiny-flux", "tiny-sd", "tiny-wan")
 # Models of 15 to 30 MiB: most of the first stream, most of the last stay.
 DEVICE_MIB = ((17, 24), (20, 40), (40, 120))
@@ -93,7 +94,7 @@ class Case:
     hardware: Hardware
 
     def __str__(self) -> str:
-        size = "x".join(str(self.sampling[name]) for name in ("width", "height", "frames"))
+        size = "x".join(str(self.sampling[name]) for name in ("width", "height", "frames", "batch_size"))
         return f"{self.pipeline} {size} with {self.profile} on {self.hardware}"
 
 
@@ -110,6 +111,7 @@ def random_case(number: int) -> Case:
         "frames": random.choice([1, 5, 9]) if name == "tiny-wan" else 1,
         # Above 1 both halves of a step are one batch of two, or two forwards.
         "guidance": random.choice([1.0, 4.0]),
+        "batch_size": Random(BATCH_SEED + number).choice([1, 1, 2, 3]),
     }
     devices = tuple(
         DescribedDevice(

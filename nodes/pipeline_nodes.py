@@ -146,7 +146,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
 class HighwaterSamplePipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from .pipelines.sampling_inputs import guidance_input, size_inputs
+        from .pipelines.sampling_inputs import batch_input, guidance_input, size_inputs
 
         return make_schema(
             node_id="HighwaterSamplePipeline",
@@ -171,6 +171,7 @@ class HighwaterSamplePipeline(io.ComfyNode):
                     "The seed of the noise. The noise is made on the CPU, so it is the same on every device.",
                     control_after_generate=True,
                 ),
+                batch_input(),
             ],
             outputs=[io.Image.Output(display_name="images", tooltip="The images, or the frames of a video.")],
         )
@@ -187,6 +188,7 @@ class HighwaterSamplePipeline(io.ComfyNode):
         steps: int,
         guidance: float,
         seed: int,
+        batch_size: int = 1,
     ) -> io.NodeOutput:
         from .pipelines.sampling import Sampling
         from .progress import report_progress, showing_loadings
@@ -200,6 +202,7 @@ class HighwaterSamplePipeline(io.ComfyNode):
             steps=steps,
             guidance=guidance,
             seed=seed,
+            batch_size=batch_size,
         )
         with showing_loadings():
             return io.NodeOutput(pipeline.sample(sampling, on_step=report_progress))

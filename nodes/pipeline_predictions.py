@@ -180,6 +180,7 @@ def sampling_of(uses: Sequence[WorkflowUse]) -> Sampling | None:
         width=sample.size.width,
         height=sample.size.height,
         frames=sample.size.frames,
+        batch_size=sample.size.batch,
         steps=1,
         guidance=sample.cfg if sample.cfg is not None else 1.0,
         seed=0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ __all__ = ["FRAME_STEP", "PIXEL_STEP", "LoadedPipeline", "Sampling", "arguments_
 # Pixels per latent (8) times latents per patch (2): what every supported pipeline can cut.
 PIXEL_STEP = 16
 FRAME_STEP = 4
+# What diffusers calls how many it makes at once of each prompt.
+BATCH_ARGUMENTS = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,10 +89,11 @@ class Sampling:
     steps: int
     guidance: float
     seed: int
+    batch_size: int = 1
 
     @property
     def form(self) -> Sampling:
-        """What of it decides how much memory it takes: size, frames, and whether a step evaluates two conditions."""
+        """What of it decides how much memory it takes: size, frames, batch, and whether a step has two conditions."""
         return replace(self, prompt="", negative_prompt="", seed=0, steps=1, guidance=float(self.guidance > 1))
 
 
@@ -104,7 +107,7 @@ def sample_images(
     piece does not fit beside what stays on its device.
 
     Raises:
-        InvalidInput: a size or a number of frames that the pipeline cannot make.
+        InvalidInput: a size, a batch or a number of frames that the pipeline cannot make.
     """
     import torch
 
@@ -129,7 +132,7 @@ def arguments_of(pipe: Any, sampling: Sampling) -> dict[str, Any]:
     import torch
 
     accepted = inspect.signature(pipe.__call__).parameters
-    check_sampling(pipe, sampling, makes_frames="num_frames" in accepted)
+    check_sampling(pipe, sampling, accepted)
     wanted = {
         "prompt": sampling.prompt,
         "negative_prompt": sampling.negative_prompt,
@@ -138,6 +141,7 @@ def arguments_of(pipe: Any, sampling: Sampling) -> dict[str, Any]:
         "num_frames": sampling.frames,
         "num_inference_steps": sampling.steps,
         "guidance_scale": sampling.guidance,
+        **dict.fromkeys(BATCH_ARGUMENTS, sampling.batch_size),
         "generator": torch.Generator("cpu").manual_seed(sampling.seed),
         "output_type": "np",
         "return_dict": False,
@@ -153,8 +157,8 @@ def longest_prompt(pipe: Any) -> int:
     return max((tokenizer.model_max_length for tokenizer in tokenizers), default=sys.maxsize)
 
 
-def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None:
-    """Refuse what the library would round or quietly ignore."""
+def check_sampling(pipe: Any, sampling: Sampling, accepted: Collection[str]) -> None:
+    """Refuse what the library would round or quietly ignore; it accepts arguments of these names."""
     from ...memory.errors import InvalidInput
     from ..prompts import invalid_character
 
@@ -165,7 +169,11 @@ def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None
         pixels = getattr(sampling, name)
         if pixels % PIXEL_STEP:
             raise InvalidInput(f"{name} {pixels} is not allowed; allowed: multiples of {PIXEL_STEP}")
-    if sampling.frames > 1 and not makes_frames:
+    if sampling.batch_size > 1 and not any(name in accepted for name in BATCH_ARGUMENTS):
+        raise InvalidInput(
+            f"batch_size {sampling.batch_size} is not allowed; allowed: 1, as {type(pipe).__name__} makes one at a time"
+        )
+    if sampling.frames > 1 and "num_frames" not in accepted:
         raise InvalidInput(
             f"frames {sampling.frames} is not allowed; allowed: 1, as {type(pipe).__name__} makes single images"
         )

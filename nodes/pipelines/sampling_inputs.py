@@ -6,11 +6,11 @@ from comfy_api.latest import io
 
 from .sampling import FRAME_STEP, PIXEL_STEP
 
-__all__ = ["PipelineType", "guidance_input", "size_inputs"]
+__all__ = ["PipelineType", "batch_input", "guidance_input", "size_inputs"]
 
 PipelineType = io.Custom("HIGHWATER_PIPELINE")
 
-MAX_PIXELS, MAX_FRAMES = 16384, 1025
+MAX_PIXELS, MAX_FRAMES, MAX_BATCH = 16384, 1025, 4096
 
 
 def size_inputs(default_pixels: int) -> list[io.Input]:
@@ -29,6 +29,17 @@ def size_inputs(default_pixels: int) -> list[io.Input]:
         tooltip="1 for an image; 5, 9, 13, ... (4n + 1) for a video.",
     )
     return [*sides, frames]
+
+
+def batch_input() -> io.Input:
+    return io.Int.Input(
+        "batch_size",
+        optional=True,
+        default=1,
+        min=1,
+        max=MAX_BATCH,
+        tooltip="How many images, or videos, are made at once. Each takes as much memory beside the weights.",
+    )
 
 
 def guidance_input(tooltip: str) -> io.Input:

@@ -147,7 +147,7 @@ CLASSES_AND_WIDGETS = """
     HighwaterManageCLIP HighwaterManageModel HighwaterManageVAE: profile precision placement engine
     HighwaterPrecision: storage scale compute granularity skips exclude exclude_classes error_limit component
     HighwaterQuantizeFile: file to exclude name replace
-    HighwaterSamplePipeline: prompt negative_prompt width height frames steps guidance seed
+    HighwaterSamplePipeline: prompt negative_prompt width height frames steps guidance seed batch_size
     HighwaterVerify: text cfg seed
     HighwaterVerifyPipeline: prompt width height frames guidance seed
     HighwaterWatermark: device low high

@@ -23,7 +23,9 @@ NAMES = ["tiny-flux", "tiny-sd", "tiny-wan"]
 RATES = {"flops_per_s": 1e11, "memory_bytes_per_s": 1e10, "launch_s": 1e-6}
 
 
-def sampling(width: int = 64, height: int = 64, frames: int = 1, guidance: float = 4.0) -> Sampling:
+def sampling(
+    width: int = 64, height: int = 64, frames: int = 1, guidance: float = 4.0, batch_size: int = 1
+) -> Sampling:
     return Sampling(
         prompt="a cat",
         negative_prompt="",
@@ -33,6 +35,7 @@ def sampling(width: int = 64, height: int = 64, frames: int = 1, guidance: float
         steps=1,
         guidance=guidance,
         seed=1,
+        batch_size=batch_size,
     )
 
 
@@ -83,8 +86,8 @@ def measure_calls(sim: ModuleType, pipe: Any, asked: Sampling) -> list[tuple[str
 
 @pytest.mark.parametrize(
     "asked",
-    [sampling(), sampling(128, 96), sampling(96, 128, guidance=1.0)],
-    ids=["small", "larger", "without guidance"],
+    [sampling(), sampling(128, 96), sampling(96, 128, guidance=1.0), sampling(64, 96, batch_size=3)],
+    ids=["small", "larger", "without guidance", "three at once"],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_take_what_was_traced(sim, pipes: dict[str, Any], name: str, asked: Sampling) -> None:

@@ -24,6 +24,7 @@ from highwater.memory.options.placement import Scanner
 from highwater.nodes.pipelines import tiny_pipelines as tiny
 from highwater.nodes.pipelines.diffusers_pipelines import find_sources, load_pipeline
 from highwater.nodes.pipelines.pipeline_folders import check_pipeline, weights_files
+from highwater.nodes.pipelines.sampling import Sampling, arguments_of
 
 
 def make_graph(pipeline: str, *, sampled: dict[str, Any] | None = None, **loaded: Any) -> dict[str, Any]:
@@ -90,6 +91,27 @@ def test_a_seed_gives_the_same_pictures_and_another_seed_others(
     assert all((a - b).abs().max() <= 1 for a, b in zip(first, again, strict=True))
     assert all((a - b).abs().double().mean() > 5 for a, b in zip(first, other, strict=True))
     assert all(image.double().std() > 15 for image in first), "flat pictures show nothing"
+
+
+@pytest.mark.parametrize(("pipeline", "frames"), [("tiny-flux", 1), ("tiny-sd", 1), ("tiny-wan", 5)])
+def test_a_batch_is_made_at_once(runner: WorkflowRunner, pipeline: str, frames: int) -> None:
+    """The first of it is what the seed gives alone, but for the rounding of larger kernels."""
+    (*alone,) = run(runner, make_graph(pipeline, sampled={"frames": frames}))
+    made = run(runner, make_graph(pipeline, sampled={"frames": frames, "batch_size": 2}))
+    assert [tuple(image.shape) for image in made] == [(64, 64, 3)] * 2 * frames
+    assert all((a - b).abs().double().mean() < 1 for a, b in zip(alone, made[:frames], strict=True))
+    assert all((a - b).abs().double().mean() > 5 for a, b in zip(alone, made[frames:], strict=True))
+
+
+def test_a_pipeline_that_makes_one_at_a_time_says_so() -> None:
+    class OneAtATime:
+        def __call__(self, prompt: str) -> None: ...
+
+    asked = Sampling(
+        prompt="", negative_prompt="", width=64, height=64, frames=1, steps=1, guidance=1.0, seed=1, batch_size=2
+    )
+    with pytest.raises(InvalidInput, match="batch_size 2 is not allowed; allowed: 1, as OneAtATime makes one at a tim"):
+        arguments_of(OneAtATime(), asked)
 
 
 @pytest.mark.parametrize(
