@@ -1,9 +1,10 @@
 """Where loaders of ComfyUI's models put what is left to ``auto``: as the plan of their whole workflow says.
 
 [Note: auto placements] A loader runs alone, but what it should choose follows from all that the workflow loads. So the
-first one that says ``auto`` plans the whole workflow, and the others take theirs from that plan. A choice holds as long
-as its node keeps its inputs: ComfyUI keeps the model, too, and a model that is there does not move because another one
-comes. A workflow that changes is planned with what was chosen before as given.
+first one that says ``auto`` plans the whole workflow, and the others take theirs from that plan. ComfyUI keeps a loaded
+model as long as its node keeps its inputs, and a model that is there does not move because another one comes: a plan of
+a changed workflow takes what was chosen before as given. A loader that runs again with the same inputs loads anew, as
+after ComfyUI gave its model up: then it is chosen anew, too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import DoesNotFit, InvalidInput
 from ..memory.options.placement import AUTO
+from .default_profile import profile_fingerprint
 from .device_choices import DEFAULT, accelerator_names
 from .forecast.queue_forecast import remember
 from .open_placements import ChosenPlacement
+from .prompts import is_link
 
 if TYPE_CHECKING:
     from .workflow_plans import WorkflowPlan
@@ -26,6 +29,8 @@ __all__ = ["choose_placement", "plan_as_chosen"]
 WIDGET = "placement"
 chosen_before: dict[str, ChosenPlacement] = {}
 """By node and its inputs, the latest last."""
+taken: dict[str, None] = {}
+"""Those of them by which a model was loaded."""
 
 
 def choose_placement(graph: Mapping[str, Any] | None, node_id: str | None) -> tuple[str, list[str]]:
@@ -44,12 +49,19 @@ def choose_placement(graph: Mapping[str, Any] | None, node_id: str | None) -> tu
         return DEFAULT, [f"placement {AUTO}: this node is not one of the workflow's own, so {DEFAULT} is used"]
     graph = with_text(graph, node_id, AUTO)  # it may come over a link
     key = key_of(graph, node_id)
+    if key in taken:
+        chosen_before.pop(key, None)
+        del taken[key]
     if key not in chosen_before:
         try:
-            plan_as_chosen(graph)
+            planned = plan_as_chosen(graph)
         except (DoesNotFit, InvalidInput) as error:
             return DEFAULT, [f"placement {AUTO}: {DEFAULT} is used, as the workflow cannot be planned: {error}"]
+        for other, found in planned.chosen.items():
+            if other in graph:
+                remember(chosen_before, key_of(graph, other), found)
     chosen = chosen_before.get(key)
+    remember(taken, key, None)
     if chosen is None:
         return DEFAULT, [f"placement {AUTO}: the plan of this workflow does not have this model, so {DEFAULT} is used"]
     why = f": {'; '.join(chosen.why)}" if chosen.why else ""
@@ -57,22 +69,17 @@ def choose_placement(graph: Mapping[str, Any] | None, node_id: str | None) -> tu
 
 
 def plan_as_chosen(graph: Mapping[str, Any]) -> WorkflowPlan:
-    """Plan a workflow on this machine, with what was chosen before as given; remember what is chosen now.
-
-    Raises as `plan_graph`.
-    """
+    """Plan a workflow on this machine, with what was chosen before as given. Raises as `plan_graph`."""
     from .graph_plans import plan_graph
 
     known = graph
-    for node_id in graph:
-        chosen = chosen_before.get(key_of(graph, node_id))
-        if chosen is not None:
-            known = with_text(known, node_id, chosen.text)
-    planned = plan_graph(known, source="this workflow")
-    for node_id, chosen in planned.chosen.items():
-        if node_id in graph:
-            remember(chosen_before, key_of(graph, node_id), chosen)
-    return planned
+    for node_id, node in graph.items():
+        inputs = node.get("inputs") if isinstance(node, Mapping) else None
+        given = inputs.get(WIDGET) if isinstance(inputs, Mapping) else None
+        if given == AUTO or is_link(given, graph):
+            chosen = chosen_before.get(key_of(graph, node_id))
+            known = known if chosen is None else with_text(known, node_id, chosen.text)
+    return plan_graph(known, source="this workflow")
 
 
 def with_text(graph: Mapping[str, Any], node_id: str, text: str) -> dict[str, Any]:
@@ -82,6 +89,8 @@ def with_text(graph: Mapping[str, Any], node_id: str, text: str) -> dict[str, An
 
 
 def key_of(graph: Mapping[str, Any], node_id: str) -> str:
-    """Return what tells a node and its inputs from all others."""
+    """Return what tells a loader and what it loads, as it is asked to, from all others; but for where it computes."""
     node = graph[node_id]
-    return json.dumps([node_id, node.get("class_type"), node.get("inputs")], sort_keys=True, default=str)
+    inputs = {name: value for name, value in node["inputs"].items() if name != WIDGET}
+    profile = profile_fingerprint(inputs.get("profile"))
+    return json.dumps([node_id, node.get("class_type"), inputs, profile], sort_keys=True, default=str)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from .default_profile import profile_text
 from .device_choices import missing_devices
 from .plans import read_precisions
 
@@ -340,7 +341,7 @@ def precision_asked(call: PlannedCall) -> str:
     asked, names = call.model.asked, [part.name for part in call.parts or (call.component,)]
     if not call.model.is_ours:
         return ""
-    text = asked.profile or AUTO
+    text = profile_text(asked.profile or AUTO)
     profile = parse_profile(text, devices=missing_devices(text, ()), components=names)
     request = None if asked.precision is None else read_precisions(asked.precision, names)
     precision, _ = chosen_precision(call.component, profile, request)

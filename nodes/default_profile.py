@@ -16,7 +16,7 @@ from .widget_values import read_profile
 if TYPE_CHECKING:
     from ..memory.options.profile import OffloadProfile
 
-__all__ = ["chosen_profile", "profile_fingerprint", "set_default_profile"]
+__all__ = ["chosen_profile", "from_setting", "profile_fingerprint", "profile_text", "set_default_profile"]
 
 ORIGIN = "profile {}: from the setting Default profile"
 # The setting's text, the only item.
@@ -40,12 +40,21 @@ def profile_fingerprint(text: object) -> str:
     return setting[0] if text == AUTO and setting[0] != AUTO else ""
 
 
+def profile_text(text: str) -> str:
+    """Return the text that counts for a loader's widget: the setting's for ``auto``."""
+    return profile_fingerprint(text) or text
+
+
+def from_setting(profile: OffloadProfile, text: str) -> OffloadProfile:
+    """Return the profile that was read for a loader's widget, with where it is from if the widget leaves it open."""
+    found = profile_fingerprint(text)
+    return replace(profile, origin=ORIGIN.format(found)) if found else profile
+
+
 def chosen_profile(text: str, components: tuple[str, ...] = ()) -> tuple[OffloadProfile, str]:
     """Return the profile that a loader's widget names, the setting's for ``auto``, and the text that it is read from.
 
     Raises as `read_profile`.
     """
-    if not profile_fingerprint(text):
-        return read_profile(text, components), text
-    profile = read_profile(setting[0], components)
-    return replace(profile, origin=ORIGIN.format(setting[0])), setting[0]
+    found = profile_text(text)
+    return from_setting(read_profile(found, components), text), found

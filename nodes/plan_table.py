@@ -225,27 +225,31 @@ def same_again(plans: Mapping[str, Plan], placements: Mapping[str, str]) -> Iter
         if len(plans) > 1:
             yield name
         title = f" ({plan.profile.title})" if plan.profile.title != plan.profile.name else ""
-        # As the loader calls its components, which are told apart by their nodes in a plan of several.
-        budgets = [replace(item, target=item.target.partition(" (")[0]) for item in plan.profile.budgets]
-        yield f"profile: {replace(plan.profile, budgets=tuple(budgets))}{title}"
         own = in_loaders_words(plan, placements.get(name))
+        yield f"profile: {own.profile}{title}"
         if plan.reasons and own.explicit_profile != str(own.profile):
             yield f"the same with nothing left to auto: {own.explicit_profile}"
         yield f"placement: {placements.get(name, plan.placement)}"
 
 
 def in_loaders_words(plan: Plan, placement: str | None) -> Plan:
-    """Return a plan with its components named as their loader's widgets take them.
+    """Return a plan with its components named as their loader's widgets take them, in its profile, too.
 
     Args:
         placement: the text that the loader's widget takes: of one component it has its name there, such as ``text`` of
             a checkpoint, or none.
     """
-    parts = plan.components
-    if placement is not None and len(parts) == 1:
+    # In a plan of several loaders equal names are told apart by their nodes.
+    words = {part.component: part.component.partition(" (")[0] for part in plan.components}
+    if placement is not None and len(words) == 1:
         name, names_it, _ = placement.partition("=")
-        return replace(plan, components=(replace(parts[0], component=name if names_it else "*"),))
-    return replace(plan, components=tuple(replace(part, component=part.component.partition(" (")[0]) for part in parts))
+        words = dict.fromkeys(words, name if names_it else "*")
+    budgets = tuple(replace(item, target=words.get(item.target, item.target)) for item in plan.profile.budgets)
+    return replace(
+        plan,
+        components=tuple(replace(part, component=words[part.component]) for part in plan.components),
+        profile=replace(plan.profile, budgets=budgets),
+    )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

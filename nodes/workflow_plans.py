@@ -28,6 +28,7 @@ from ..memory.planner.request import PlanRequest, plan_together
 from ..memory.planner.run import Use
 from ..memory.weights.gguf_header import component_from_gguf, is_gguf
 from .applied_loras import ChangedComponent, apply_loras
+from .default_profile import from_setting, profile_text
 from .device_choices import DEFAULT, missing_devices
 from .lora_headers import LoraReader, changes_by_names
 from .open_placements import ChosenPlacement, chosen_of, leaves_open, widget_text
@@ -286,9 +287,11 @@ def request_of(
     """
     names, asked = [part.name for part in parts], model.asked
     here = [device.name for device in machine.devices]
-    text = asked.profile or AUTO
+    own = asked.profile or AUTO
+    text = profile_text(own) if model.is_ours else AUTO
     missing = missing_devices(text, here)
     profile = parse_profile(text, devices=[*here, *missing], components=names)
+    profile = from_setting(profile, own) if model.is_ours else profile
     if missing:
         notes.append(f"{model.node.label}: profile {text}: there is no {' or '.join(missing)}, so that is left out")
         profile = profile.without(lambda item: item.target in missing)
@@ -300,6 +303,7 @@ def request_of(
         profile=profile,
         placement=placement_of(model, here, names, home, notes),
         precision=precision,
+        may_budget=model.kind == PIPELINE,
     )
 
 

@@ -39,6 +39,8 @@ class PlanRequest:
     placement: Placement = AUTO_PLACEMENT
     precision: PrecisionRequest = None
     """None is what the profile says."""
+    may_budget: bool = True
+    """Whether the loader follows budgets that the plan chooses where the profile is ``auto``."""
     uses: tuple[Use, ...] = ()
     """What the run computes, in order; none where that is not known."""
     block_seconds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -256,7 +258,8 @@ def find_settled(
             devices = accelerators if not asked.devices else tuple(split.device for split in asked.devices)
             profile = request.profile
             is_open = (
-                profile.name == AUTO
+                request.may_budget
+                and profile.name == AUTO
                 and not profile.budgets
                 and not component.shares
                 and asked.tier not in ("device", "disk")

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelNode", "answer", "answer_with", "check_texts", "model_schema", "read_request", "request_inputs"]
 
-ENGINES = ("auto", "dynamic", "blocks")
+DYNAMIC = "dynamic"
+ENGINES = (AUTO, DYNAMIC, "blocks")
 
 
 def request_inputs(*, optional: bool = False, is_several: bool = False) -> list[io.Input]:
@@ -147,9 +148,11 @@ def read_request(
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
     asked, notes = fit_profile(*chosen_profile(profile))
-    if placement == AUTO and engine != "dynamic" and not node.FOLLOWS_MODEL:
+    if placement == AUTO and engine != DYNAMIC and not node.FOLLOWS_MODEL:
         placement, chosen_notes = choose_placement(node.hidden.prompt, node.hidden.unique_id)
         notes = [*notes, *chosen_notes]
+    elif placement == AUTO and engine == DYNAMIC:
+        notes = [*notes, f"placement {AUTO}: {DEFAULT} is used, as engine {DYNAMIC} splits nothing"]
     resolved, more_notes = (resolve_part_placement if is_several else resolve_placement)(placement)
     if watermark is not None:
         more_notes = [*more_notes, *watermark.apply()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,21 @@ from safetensors.torch import save_file
 
 from highwater.headless.comfy_stub import comfy_api, folder_paths
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
+from highwater.memory.planner.request import PlanRequest, plan_together
+from highwater.memory.planner.run import BlockTimes, Use
 from highwater.memory.units import GIB, MIB
 
 comfy_api.install()
-from highwater.nodes import auto_placements, device_choices, graph_plans  # noqa: E402
-from highwater.nodes.workflow_plans import plan_workflow  # noqa: E402
+from highwater.nodes import auto_placements, device_choices, graph_plans, workflow_plans  # noqa: E402
+from highwater.nodes.default_profile import set_default_profile  # noqa: E402
+from highwater.nodes.planned_calls import Prediction  # noqa: E402
 from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
 
 CPU = DeviceCapacity(name="cpu", total_bytes=GIB, available_bytes=GIB)
 NUM_BLOCKS = 12  # of 1 MiB each
 
 
-def machine(*available_mib: int) -> Machine:
+def machine(*available_mib: float) -> Machine:
     gpus = (
         DeviceCapacity(
             name=f"gpu:{index}", total_bytes=GIB, available_bytes=int(mib * MIB), link_bytes_per_s=1e9 * (index + 1)
@@ -43,11 +46,16 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / folder).mkdir()
         weights = {f"double_blocks.{number}.weight": torch.ones(512, 512) for number in range(number)}
         save_file(weights, tmp_path / folder / "tiny.safetensors")
-    auto_placements.chosen_before.clear()
+    forget()
     use(monkeypatch, machine(8, 11))
     yield
-    auto_placements.chosen_before.clear()
+    forget()
     folder_paths.models_directory, folder_paths.output_directory = before
+
+
+def forget() -> None:
+    auto_placements.chosen_before.clear()
+    auto_placements.taken.clear()
 
 
 def use(monkeypatch: pytest.MonkeyPatch, here: Machine) -> None:
@@ -109,12 +117,62 @@ def test_all_loaders_of_a_workflow_follow_one_plan(monkeypatch: pytest.MonkeyPat
         return planned(graph, **given)
 
     monkeypatch.setattr(graph_plans, "plan_graph", plan)
-    model, _ = auto_placements.choose_placement(graph(), "model")
+    auto_placements.choose_placement(graph(), "model")
     use(monkeypatch, machine(30, 30))  # the first model is there by now
     vae, (note,) = auto_placements.choose_placement(graph(), "vae")
     assert vae in ("gpu:0", "gpu:1") and note.startswith(f"placement auto chooses {vae}: ")
     assert len(asked) == 1
-    assert auto_placements.choose_placement(graph(), "model")[0] == model
+
+
+def test_a_loader_that_loads_again_is_chosen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI gave its model up: what was free then counts no more. What other loaders were given stays."""
+    before = {name: auto_placements.choose_placement(graph(), name)[0] for name in ("model", "vae")}
+    use(monkeypatch, machine(30, 40))
+    assert auto_placements.choose_placement(graph(), "model")[0] == "gpu:1" != before["model"]
+    planned = auto_placements.plan_as_chosen(graph())
+    assert [*planned.placements.values()] == ["gpu:1", before["vae"]]
+
+
+def test_a_plan_alone_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto_placements.plan_as_chosen(graph())
+    use(monkeypatch, machine(30, 40))
+    assert auto_placements.choose_placement(graph(), "model")[0] == "gpu:1"
+
+
+def test_the_default_profile_counts_in_the_choice_and_in_the_plan() -> None:
+    set_default_profile({"profile": "gpu:1=2MiB"})
+    try:
+        planned = auto_placements.plan_as_chosen(graph())
+        assert [str(plan.profile) for plan in planned.plans.values()] == ["gpu:1=2MiB"] * 2
+        assert any("from the setting Default profile" in line for line in planned.text().splitlines())
+        one = auto_placements.choose_placement(graph(), "model")[0]
+    finally:
+        set_default_profile({"profile": ""})
+    assert auto_placements.choose_placement(graph(), "model")[0] != one  # its node runs again, too
+
+
+def test_a_budget_that_no_loader_follows_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models in turn that one GPU does not hold together: a budget would end the reloads, had a loader one."""
+
+    def budgets(may_budget: bool) -> list[Any]:
+        def asked(requests: Sequence[PlanRequest], uses: Sequence[Use]) -> Any:
+            return plan_together([replace(request, may_budget=may_budget) for request in requests], uses)
+
+        monkeypatch.setattr(workflow_plans, "plan_together", asked if may_budget else plan_together)
+        planned = workflow_plans.plan_workflow(read_workflow(two), machine(100, 17), predict)
+        return [plan.profile.budgets for plan in planned.plans.values()]
+
+    def predict(call: Any) -> Prediction:
+        times = {f"gpu:{index}": BlockTimes(blocks_s=(0.001,) * len(call.component.blocks)) for index in range(2)}
+        return Prediction(num_passes=1, activation_bytes=0, times=times)
+
+    two = graph(placement="gpu:1", vae="gpu:1")
+    two["vae"] = two["model"]
+    two["decode"] = {**two["sample"], "inputs": {**two["sample"]["inputs"], "model": ["vae", 0]}}
+    two["save"] = node("SaveLatent", samples=["decode", 0], filename_prefix="x")
+    two["first"] = node("SaveLatent", samples=["sample", 0], filename_prefix="x")
+    assert any(budgets(may_budget=True))
+    assert not any(budgets(may_budget=False))
 
 
 def test_what_was_chosen_before_is_given_when_the_workflow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +188,10 @@ def test_what_was_chosen_before_is_given_when_the_workflow_changes(monkeypatch: 
 
 def test_a_linked_text_is_chosen_like_a_widgets() -> None:
     linked = graph(placement=["word", 0], word=node("PrimitiveString", value="auto"))
-    by_link, _ = auto_placements.choose_placement(linked, "model")
-    assert by_link == auto_placements.choose_placement(graph(), "model")[0]
+    linked["vae"]["inputs"]["placement"] = ["word", 0]
+    by_link = {name: auto_placements.choose_placement(linked, name)[0] for name in ("vae", "model")}
+    forget()
+    assert by_link == {name: auto_placements.choose_placement(graph(), name)[0] for name in ("vae", "model")}
 
 
 @pytest.mark.parametrize("available", [(), (100,)])
@@ -181,7 +241,7 @@ def test_the_parts_of_a_checkpoint_have_an_item_each() -> None:
     )
     from highwater.nodes.open_placements import chosen_of
 
-    plans = list(plan_workflow(described, machine(8, 11)).plans.values())
+    plans = list(workflow_plans.plan_workflow(described, machine(8, 11)).plans.values())
     chosen = chosen_of(parts, plans)["model"]
     placement, notes = device_choices.resolve_part_placement(chosen.text)
     assert [item.component for item in placement.items] == ["diffusion", "vae"] and not notes

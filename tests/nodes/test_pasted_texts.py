@@ -95,3 +95,14 @@ def test_a_gguf_file_alone_is_planned(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(InvalidInput, match=r"flux1-dev Q8\.gguf"):
         plan([path])
+
+
+@pytest.mark.parametrize("placement", [None, "gpu:0", "text=gpu:0"])
+def test_a_budget_in_a_profile_is_said_in_the_words_of_its_loader(tmp_path: Path, placement: str | None) -> None:
+    first = plan([write(tmp_path / "a b.safetensors")], "auto,a_b=0.5MiB")
+    name = "node 3 (Load Checkpoint), clip"
+    told = plan_text({name: first}, None, MACHINE, {} if placement is None else {name: placement})
+    (line,) = (line for line in told.splitlines() if line.startswith("profile: "))
+    assert line == {None: "profile: a_b=0.5MiB", "gpu:0": "profile: 0.5MiB"}.get(placement, "profile: text=0.5MiB")
+    if placement is not None:
+        read_profile(line.removeprefix("profile: "))
