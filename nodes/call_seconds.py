@@ -299,6 +299,7 @@ def times_of(trace: Trace, component: Component, rates: DeviceRates, names: Sequ
     return BlockTimes(
         blocks_s=blocks,
         other_s=max(0.0, seconds.total_s - sum(blocks)),
+        launch_s=trace.num_kernels * rates.launch_s,
         source=STATED,
         copy_launch_s=rates.launch_s,
         stretches=stretches_of([(numbers.get(part.block), part.kernels) for part in trace.segments], rates),

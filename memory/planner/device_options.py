@@ -20,7 +20,7 @@ from .device_store import StoreRoom, store_room
 from .layer_split import Cutter
 from .pipeline import NUM_CALLS, pipeline_of
 from .run import Use, longest_use
-from .run_plan import copy_rate, num_hops
+from .run_plan import ASSUMED_BYTES_PER_S, copy_rate, hop_seconds
 from .sizes import Sizes
 from .step_seconds import step_seconds
 
@@ -92,11 +92,8 @@ class Choice:
         return seconds + self.hop_s(use, machine)
 
     def hop_s(self, use: Use, machine: Machine) -> float:
-        """Return what the hops of a call take over the slower of the links."""
-        hops = num_hops(self.shares) if len(self.shares) > 1 else 0
-        if not hops or not use.carried_bytes:
-            return 0.0
-        return hops * use.carried_bytes / min(copy_rate(machine.device(share.device)) for share in self.shares)
+        """Return what the hops of a call take; over a link of which nothing is known, at an assumed speed."""
+        return hop_seconds(self.shares, use.carried_bytes, machine, assumed=ASSUMED_BYTES_PER_S) or 0.0
 
 
 def stored_elsewhere(choice: Choice, part: Sizes, machine: Machine) -> list[Choice]:

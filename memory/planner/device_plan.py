@@ -9,7 +9,7 @@ streamed and copies twice as slow as compute that runs like all-resident, a lead
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -100,6 +100,12 @@ class DevicePlan:
     @property
     def device_bytes(self) -> int:
         return self.fixed_bytes + self.resident_bytes + self.staging_bytes + self.scratch_bytes
+
+    def schedule_in(self, order: Iterable[int]) -> tuple[frozenset[int], Offsets]:
+        """Return which blocks stay, and where the others lie in the staging memory, by their positions in an order."""
+        positions = {number: position for position, number in enumerate(order)}
+        resident = frozenset(position for number, position in positions.items() if number in self.resident)
+        return resident, tuple({positions[number]: begin for number, begin in here.items()} for here in self.offsets)
 
     def text(self) -> str:
         """Return the device's bytes in one line for people."""
@@ -371,7 +377,7 @@ def keep_residents(
 
     The staging memory stays as it is, too, where it fits.
     """
-    resident = frozenset(position for position, number in enumerate(sizes) if number in current.resident)
+    resident, offsets = current.schedule_in(sizes)
     smallest = min(sizes[number] for number in current.streamed)
     unused_bytes = room_bytes - current.resident_bytes - current.staging_bytes
     if unused_bytes >= smallest:
@@ -383,8 +389,6 @@ def keep_residents(
         found = place_streamed(work, resident, staging_bytes)
         # The staging memory may come out smaller than it may be: what is left then would hold a block next time.
         return found if room_bytes - current.resident_bytes - found.staging_bytes < smallest else None
-    positions = {number: position for position, number in enumerate(sizes)}
-    offsets = tuple({positions[number]: begin for number, begin in here.items()} for here in current.offsets)
     pass_s = pass_seconds(work, resident, current.staging_bytes, offsets)
     return Schedule(resident, current.staging_bytes, offsets, pass_s)
 

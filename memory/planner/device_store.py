@@ -20,7 +20,7 @@ from .device_plan import DevicePlan, confirm_share, plan_share
 from .plan import ComponentPlan
 from .sizes import Sizes
 
-__all__ = ["StoreRoom", "beside_stored", "confirm_stored", "plan_stored", "rate_from", "store_room"]
+__all__ = ["StoreRoom", "beside_stored", "confirm_stored", "plan_stored", "rate_from", "reached_at", "store_room"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .capacity import DeviceCapacity, Machine
 from .run import Use
 
-__all__ = ["NUM_CALLS", "Pipeline", "hop_seconds_between", "pipeline_of"]
+__all__ = ["NUM_CALLS", "Pipeline", "hop_seconds_between", "hops_of_call", "pipeline_of"]
 
 # Two calls: the conditional and the unconditional half of a step.
 NUM_CALLS = 2
@@ -98,19 +99,35 @@ def pipeline_of(use: Use, devices: Sequence[str], machine: Machine) -> Pipeline 
     )
 
 
-def hop_seconds_between(devices: Sequence[str], carried_bytes: int, machine: Machine) -> tuple[float, ...] | None:
-    """Return of each device what a hop takes between it and the first one; None where a link is not known."""
+def hop_seconds_between(
+    devices: Sequence[str], carried_bytes: int, machine: Machine, *, assumed: float | None = None
+) -> tuple[float, ...] | None:
+    """Return of each device what a hop takes between it and the first one; None where a link is not known.
+
+    Args:
+        assumed: how fast a link is taken to be that is not known, in bytes per second.
+    """
     home, *others = (machine.device(device) for device in devices)
-    rates = [bytes_per_s_between(home, other) for other in others]
+    rates = [bytes_per_s_between(home, other, assumed) for other in others]
     known = [rate for rate in rates if rate is not None]
     if not carried_bytes:
         return (0.0,) * len(devices)
     return (0.0, *(LATENCY_S + carried_bytes / rate for rate in known)) if len(known) == len(rates) else None
 
 
-def bytes_per_s_between(one: DeviceCapacity, other: DeviceCapacity) -> float | None:
+def bytes_per_s_between(one: DeviceCapacity, other: DeviceCapacity, assumed: float | None) -> float | None:
     """Return how fast copies between two devices are: as measured, else as the slower of their links to the host."""
     peers = one.peer(other.name), other.peer(one.name)
     measured = [peer.bytes_per_s for peer in peers if peer is not None and peer.bytes_per_s]
-    links = [device.link_bytes_per_s for device in (one, other) if device.link_bytes_per_s]
+    links = [rate for device in (one, other) if (rate := device.link_bytes_per_s or assumed)]
     return min(measured, default=None) or (min(links) if len(links) == 2 else None)
+
+
+def hops_of_call(hop_s: Sequence[float], device_of: Sequence[int]) -> float:
+    """Return what the hidden states of a call take from device to device, each time over the first one.
+
+    Args:
+        hop_s: of each device, what a hop takes between it and the first one.
+        device_of: of each block, in the order in which they run, the number of its device.
+    """
+    return sum(hop_s[one] + hop_s[other] for one, other in pairwise([0, *device_of, 0]) if one != other)

@@ -13,7 +13,7 @@ from ..weights.component import Component
 from .calls_at_once import compute_at_once, devices_by_block
 from .capacity import Machine
 from .device_plan import DevicePlan
-from .device_store import rate_from
+from .device_store import reached_at, store_room
 from .launched_passes import launched_pass_seconds
 from .pipeline import pipeline_of
 from .plan import Plan
@@ -25,7 +25,7 @@ from .staging_layout import first_seconds, pass_seconds
 from .step_seconds import step_seconds
 from .tile_room import each_tile
 from .tiles import Tiles
-from .workload import Workload
+from .workload import Workload, find_speeds, find_workload, in_order
 
 __all__ = ["PredictedRun", "forward_seconds"]
 
@@ -47,11 +47,15 @@ class PredictedRun:
         self.plans = {part.component: (part, plan.profile) for plan in plans for part in plan.components}
         self.uses = uses
         self.machine = machine
-        self.tiled_s: dict[tuple[int, Tiles], float | None] = {}
-        self.shares = {
-            name: self.settled(name, next((use.times for use in uses if use.component == name and use.times), {}))
-            for name in self.plans
-        }
+        first: dict[str, Mapping[str, BlockTimes]] = {}
+        for use in uses:
+            if use.times:
+                first.setdefault(use.component, use.times)
+        self.shares = {name: self.settled(name, first.get(name, {})) for name in self.plans}
+        self.played = {(name, id(times)): self.shares[name] for name, times in first.items() if name in self.plans}
+        """By component and the times of a use, the shares with what a pass takes then."""
+        self.tiled: dict[tuple[int, Tiles], tuple[tuple[DevicePlan, ...], Mapping[str, BlockTimes]]] = {}
+        """By use and tiles, the same of one tile, and what that computes."""
 
     def settled(self, name: str, times: Mapping[str, BlockTimes], num_forwards: int = 1) -> tuple[DevicePlan, ...]:
         """Return the shares that a component has when its blocks take these times, as far as its forwards show them.
@@ -67,13 +71,35 @@ class PredictedRun:
             return plan.shares
         forwards = num_forwards * sum(use.num_passes * use.num_calls for use in self.uses if use.component == name)
         if forwards < LEAST_TIMED and len(plan.shares) == 1:
-            (share,) = plan.shares
-            work = self.workload(name, share, times[share.device])
-            if work is not None:
-                pass_s = pass_seconds(work, share.resident, share.staging_bytes, share.offsets)
-                return self.as_launched(name, (replace(share, pass_s=pass_s),), times)
+            shares = self.replayed(name, plan.shares, seconds)
+            if shares[0].pass_s is not None:
+                return self.as_launched(name, shares, times)
         shares = replan_shares(self.components[name], plan, self.machine, profile, seconds).shares
         return self.as_launched(name, shares, times)
+
+    def during(self, use: Use) -> tuple[DevicePlan, ...]:
+        """Return the shares while a use computes: what stays and where blocks lie is by the first use of a component,
+        what a pass takes is by the times of this one."""
+        name, key = use.component, (use.component, id(use.times))
+        if key not in self.played:
+            shares, seconds = self.shares[name], seconds_where(self.shares[name], use.times)
+            if seconds is not None:
+                shares = self.as_launched(name, self.replayed(name, shares, seconds), use.times)
+            self.played[key] = shares
+        return self.played[key]
+
+    def replayed(
+        self, name: str, shares: tuple[DevicePlan, ...], seconds: Mapping[int, float]
+    ) -> tuple[DevicePlan, ...]:
+        """Return shares with what a pass takes whose blocks compute so long, in this order."""
+        found = []
+        for share in shares:
+            work = self.workload(name, share, seconds) if share.streamed else None
+            if work is not None:
+                resident, offsets = share.schedule_in(in_order(share.blocks, seconds))
+                share = replace(share, pass_s=pass_seconds(work, resident, share.staging_bytes, offsets))
+            found.append(share)
+        return tuple(found)
 
     def as_launched(
         self, name: str, shares: tuple[DevicePlan, ...], times: Mapping[str, BlockTimes]
@@ -98,47 +124,52 @@ class PredictedRun:
     def cold_s(self, number: int, tiles: Tiles | None) -> float:
         """Return how much longer a first forward takes before which nothing was staged; of splits that is not known."""
         use = self.uses[number]
-        name, tiling = use.component, use.tiling
-        found = use.times if tiles is None or tiling is None else tiling.times(tiles)
-        count = 1 if tiles is None or tiling is None else tiling.num_forwards(tiles)
-        shares = (
-            self.shares[name]
-            if count == 1
-            else self.settled(name, {at: each_tile(found[at], count) for at in found}, count)
-        )
-        if len(shares) > 1 or shares[0].device not in found:
+        shares, times = self.during(use), use.times
+        if tiles is not None and use.tiling is not None:
+            shares, times = self.of_tile(number, use.tiling, tiles)
+        seconds = seconds_where(shares, times)
+        if len(shares) > 1 or seconds is None:
             return 0.0
         (share,) = shares
-        work = self.workload(name, share, each_tile(found[share.device], count))
+        work = self.workload(use.component, share, seconds) if share.streamed else None
         if work is None or share.pass_s is None:
             return 0.0
-        return max(0.0, first_seconds(work, share.resident, share.staging_bytes, share.offsets) - share.pass_s)
+        resident, offsets = share.schedule_in(in_order(share.blocks, seconds))
+        return max(0.0, first_seconds(work, resident, share.staging_bytes, offsets) - share.pass_s)
 
-    def workload(self, name: str, share: DevicePlan, times: BlockTimes) -> Workload | None:
-        """Return what the blocks of a share do that has all of them; None where the speed of copies is not known."""
+    def workload(self, name: str, share: DevicePlan, seconds: Mapping[int, float]) -> Workload | None:
+        """Return what a share does in a pass; None where the speed of copies is not known.
+
+        Args:
+            seconds: what the blocks of all shares compute, in the order in which they run.
+        """
         plan, _ = self.plans[name]
-        rate = rate_from(plan.store, share.device, self.machine)
-        if rate is None or share.blocking:
-            return None
-        sizes = Sizes(self.components[name], plan.forms).blocks
-        return Workload(sizes, times.blocks_s, tuple(size / rate for size in sizes), times.other_s)
+        all_sizes = Sizes(self.components[name], plan.forms).blocks
+        sizes = {number: all_sizes[number] for number in in_order(share.blocks, seconds)}
+        machine, files = self.machine, frozenset(share.streamed if share.read_bytes else ())
+        if plan.store:
+            room = store_room(None, machine, share.device, plan.store)
+            machine, files = reached_at(machine, share.device, room), frozenset()
+        speeds = find_speeds(machine.device(share.device), sizes, share.blocking, files)
+        return None if speeds is None else find_workload(sizes, speeds, 0, share.blocking, files, seconds)
 
     def pass_s(self, number: int, tiles: Tiles | None) -> float | None:
         """Return what a forward of a use takes, in one piece or all its tiles; None where that is not known."""
         use = self.uses[number]
-        shares = self.shares[use.component]
-        if tiles is None or use.tiling is None or len(shares) != 1:
-            return forward_seconds(shares, use, self.machine)
-        if (number, tiles) not in self.tiled_s:
-            self.tiled_s[number, tiles] = self.tiles_s(use, use.tiling, tiles)
-        return self.tiled_s[number, tiles]
+        if tiles is None or use.tiling is None or len(self.shares[use.component]) != 1:
+            return forward_seconds(self.during(use), use, self.machine)
+        call_s = run_seconds(*self.of_tile(number, use.tiling, tiles), 0.0)
+        return None if call_s is None else use.tiling.num_forwards(tiles) * call_s
 
-    def tiles_s(self, use: Use, tiling: Tiling, tiles: Tiles) -> float | None:
-        """Return what all tiles take on one device, which copies what streams once for each."""
-        count, times = tiling.num_forwards(tiles), tiling.times(tiles)
-        each = {device: each_tile(found, count) for device, found in times.items()}
-        call_s = run_seconds(self.settled(use.component, each, count), each, 0.0)
-        return None if call_s is None else count * call_s
+    def of_tile(
+        self, number: int, tiling: Tiling, tiles: Tiles
+    ) -> tuple[tuple[DevicePlan, ...], Mapping[str, BlockTimes]]:
+        """Return the shares while tiles are computed, which copy what streams once for each, and what each computes."""
+        if (number, tiles) not in self.tiled:
+            count = tiling.num_forwards(tiles)
+            each = {device: each_tile(found, count) for device, found in tiling.times(tiles).items()}
+            self.tiled[number, tiles] = self.settled(self.uses[number].component, each, count), each
+        return self.tiled[number, tiles]
 
 
 def seconds_where(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes]) -> dict[int, float] | None:

@@ -16,7 +16,6 @@ from .budget_choice import LEAST_GAIN, Budgeted, Settled, choose_budgets
 from .capacity import Machine
 from .clones import explain_clones
 from .device_choice import Part, choose_devices
-from .device_plan import DevicePlan
 from .device_store import beside_stored
 from .plan import ComponentPlan, Plan
 from .planning import draft, explain_integrated, plan_components
@@ -170,9 +169,8 @@ def plan_placed(
         rooms[name] = max(rooms.get(name, 0), use.in_tiles.tile_bytes if use.in_tiles else whole_room(use.use))
     uses = with_room(uses, rooms)
     if not any(use.in_tiles for use in run.uses):  # as much is kept for one piece
-        told = (tuple(map(with_use, planned, uses)) for planned in (run.first_uses, run.uses))
-        first, further = told
-        return plans, replace(run, first_uses=first, uses=further)
+        first_uses, further_uses = tuple(map(with_use, run.first_uses, uses)), tuple(map(with_use, run.uses, uses))
+        return plans, replace(run, first_uses=first_uses, uses=further_uses)
     return plan_as_used(requests, placements, profiles, uses, keep_for_uses(requests[0].machine, uses), reasons)
 
 
@@ -213,8 +211,7 @@ def plan_as_used(
     predicted = PredictedRun(by_name, plans, uses, machine)
     for number, plan in enumerate(plans):
         compared = (
-            beside_clones(by_name[part.component], part, predicted.shares[part.component], uses, machine, plan.profile)
-            for part in plan.components
+            beside_clones(by_name[part.component], part, predicted, machine, plan.profile) for part in plan.components
         )
         plans[number] = replace(plan, components=tuple(compared))
     return plans, predicted.run()
@@ -223,20 +220,16 @@ def plan_as_used(
 def beside_clones(
     component: Component,
     plan: ComponentPlan,
-    shares: Sequence[DevicePlan],
-    uses: Sequence[Use],
+    predicted: PredictedRun,
     machine: Machine,
     profile: OffloadProfile,
 ) -> ComponentPlan:
-    """Return a plan with the line that compares it with clones on several devices, where there may be some.
-
-    Args:
-        shares: the settled ones.
-    """
-    use = longest_use(uses, component.name)
+    """Return a plan with the line that compares it with clones on several devices, where there may be some."""
+    use = longest_use(predicted.uses, component.name)
     line = ""
     if use is not None and use.may_clone:
-        line = explain_clones(component, plan, use, machine, profile, forward_seconds(shares, use, machine))
+        forward_s = forward_seconds(predicted.during(use), use, machine)
+        line = explain_clones(component, plan, use, machine, profile, forward_s)
     return replace(plan, choices=(*plan.choices, line)) if line else plan
 
 

@@ -14,24 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from ..units import format_bytes, format_seconds
+from .calls_at_once import devices_by_block
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan
+from .pipeline import hop_seconds_between, hops_of_call
 from .run import BlockTimes, Use
 from .run_play import ColdSeconds, Entered, Holdings, PassSeconds, RunPlayer, beside_tiles
 from .tiles import TileChoice
 
 __all__ = [
+    "ASSUMED_BYTES_PER_S",
     "PassSeconds",
     "RunPlan",
     "UsePlan",
     "copy_rate",
     "first_and_further",
     "hop_seconds",
-    "num_hops",
     "run_seconds",
 ]
 
@@ -279,19 +280,9 @@ def run_seconds(shares: Sequence[DevicePlan], times: Mapping[str, BlockTimes], h
     return seconds
 
 
-def hop_seconds(shares: Sequence[DevicePlan], carried_bytes: int, machine: Machine) -> float | None:
-    """Return what the hops of a forward take over the slowest of the links; None where one is not known."""
-    hops = num_hops(shares) if len(shares) > 1 else 0
-    if not hops or not carried_bytes:
-        return 0.0
-    rates = [machine.device(share.device).link_bytes_per_s for share in shares]
-    known = [rate for rate in rates if rate is not None]
-    return hops * carried_bytes / min(known) if len(known) == len(rates) else None
-
-
-def num_hops(shares: Sequence[DevicePlan]) -> int:
-    """Return how often a forward crosses from device to device, and back at its end."""
-    where = {number: share.device for share in shares for number in share.blocks}
-    home = shares[0].device
-    path = [home, *(where[number] for number in sorted(where)), home]
-    return sum(1 for one, other in pairwise(path) if one != other)
+def hop_seconds(
+    shares: Sequence[DevicePlan], carried_bytes: int, machine: Machine, *, assumed: float | None = None
+) -> float | None:
+    """Return what the hops of a call take, and back at its end; None where a link is not known, or taken as assumed."""
+    hops = hop_seconds_between([share.device for share in shares], carried_bytes, machine, assumed=assumed)
+    return None if hops is None else hops_of_call(hops, devices_by_block(shares))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -18,12 +18,14 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import OffloadProfile
-from highwater.memory.planner.capacity import DeviceCapacity, Machine
+from highwater.memory.planner.capacity import DeviceCapacity, Machine, PeerLink
 from highwater.memory.planner.clones import calls_of_each, clone_seconds, plan_clones
+from highwater.memory.planner.device_options import choose_for
+from highwater.memory.planner.pipeline import LATENCY_S
 from highwater.memory.planner.plan import Plan
 from highwater.memory.planner.request import PlanRequest, plan_request
 from highwater.memory.planner.run import BlockTimes, Use
-from highwater.memory.planner.run_plan import num_hops
+from highwater.memory.planner.sizes import Sizes
 from highwater.memory.units import GIB, KIB, MIB
 from highwater.memory.weights.module_component import component_from_module
 
@@ -198,6 +200,9 @@ def replace_case(case: Case, **changed: Any) -> Case:
     return Case(**(vars(case) | changed))
 
 
+EVEN = Case(kinds=[0.004] * 10, speeds=[1.0, 1.0], links=[1e9, 1e9], hidden_bytes=MIB)
+
+
 def random_cases(num_devices: int = 3) -> st.SearchStrategy[Case]:
     @st.composite
     def build(draw: Any) -> Case:
@@ -221,6 +226,44 @@ def test_a_step_takes_what_was_predicted(sim, case: Case, groups: str) -> None:
     plan, step_s = case.measure(sim, case.build(sim), "&".join(case.names) + groups)
     assert plan.run is not None
     assert plan.run.uses[0].pass_s == pytest.approx(step_s, rel=0.05)
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=random_cases(), groups=st.sampled_from(["", "/auto", "/4"]))
+def test_one_call_at_a_time_takes_what_was_predicted(sim, case: Case, groups: str) -> None:
+    """Its hops, too, of which those between two devices that are not the first one go over that."""
+    case = replace_case(case, num_calls=1, kinds=[max(seconds, case.hidden_bytes / 5e8) for seconds in case.kinds])
+    plan, step_s = case.measure(sim, case.build(sim), "&".join(case.names) + groups)
+    assert plan.run is not None
+    assert plan.run.uses[0].pass_s == pytest.approx(step_s, rel=0.01)
+
+
+PEER_BYTES_PER_S = 0.25e9
+
+
+@pytest.mark.parametrize("one_by_one", ["", "another node wraps the calls"])
+def test_hops_take_what_was_measured_between_the_devices(sim, one_by_one: str) -> None:
+    """At once or in turn, in a plan as where ways to compute are compared: by the link between, with its latency."""
+    case = replace_case(EVEN, num_calls=2, hidden_bytes=256 * KIB)
+    cpu, first, second = case.machine.devices
+    peer = PeerLink(device="gpu:1", is_direct=True, bytes_per_s=PEER_BYTES_PER_S)
+    machine = Machine(devices=(cpu, replace(first, peers=(peer,)), second), pinned_bytes=4 * GIB)
+    component = component_from_module(case.build(sim), name="transformer", kind="diffusion")
+    hop_s = LATENCY_S + case.hidden_bytes / PEER_BYTES_PER_S
+    use = case.use(one_by_one=one_by_one)
+    request = PlanRequest(
+        components=(component,), machine=machine, uses=(use,),
+        placement=parse_placement("gpu:0&gpu:1", devices=["cpu", *case.names], components=["transformer"]),
+    )  # fmt: skip
+    plan = plan_request(request)
+    assert plan.run is not None
+    computing_s = sum(case.kinds)
+    if one_by_one:
+        assert plan.run.uses[0].pass_s == pytest.approx(2 * (computing_s + 2 * hop_s))
+    else:
+        assert plan.run.uses[0].pass_s == pytest.approx(1.5 * computing_s + 2 * hop_s, rel=0.02)
+    choice = choose_for(Sizes(component, {}), plan["transformer"].placement.devices, machine, OffloadProfile(), [use])
+    assert choice is not None and choice.hop_s(use, machine) == pytest.approx(2 * hop_s)
 
 
 # --- What `auto` chooses
@@ -294,9 +337,6 @@ def test_clones_take_what_is_predicted(sim, case: Case, links: list[float], room
 # --- What a plan says
 
 
-EVEN = Case(kinds=[0.004] * 10, speeds=[1.0, 1.0], links=[1e9, 1e9], hidden_bytes=MIB)
-
-
 @pytest.mark.parametrize("placement", ["gpu:0&gpu:1", "gpu:0&gpu:1/auto", "gpu:0&gpu:1/4"])
 @pytest.mark.parametrize(
     ("changed", "room", "why"),
@@ -317,9 +357,12 @@ def test_a_plan_says_why_devices_compute_in_turn(
     assert found.run is not None
     if room > MIB:
         num_calls = changed.get("num_calls", 2)
-        shares = found["transformer"].shares
+        home = found["transformer"].shares[0]
+        num_hops = sum(
+            (one in home.blocks) != (other in home.blocks) for one, other in pairwise([0, *range(len(case.kinds)), 0])
+        )
         assert found.run.uses[0].pass_s == pytest.approx(
-            num_calls * (sum(case.kinds) + num_hops(shares) * case.hidden_bytes / 1e9)
+            num_calls * (sum(case.kinds) + num_hops * (LATENCY_S + case.hidden_bytes / 1e9))
         )
 
 
