@@ -27,6 +27,8 @@ __all__ = ["CallKey", "MeasuredCall", "Speeds", "digest_speed", "main_dtype"]
 # What is measured anew counts so much: one call may be slower for what else the machine does.
 NEW_SHARE = 0.5
 MAX_CALLS = 2000
+# What a call can have taken: no device computes one in less, and no one waits for more.
+LEAST_S, MOST_S = 1e-7, 1e5
 # What of some work takes time, in numbers of `Work`: its operations, and with them launches, or traffic, or both.
 PARTS = ((0,), (2,), (0, 2), (0, 1), (0, 1, 2))
 # Rates of more parts have to fit by so much better: mean squares of relative errors.
@@ -61,6 +63,11 @@ class MeasuredCall:
     """What takes these seconds; None until a trace told it."""
     used_s: int = 0
     """When it was measured last, in seconds since 1970."""
+
+
+def can_take(seconds: float) -> bool:
+    """Whether so many seconds can be those of a call; others break the arithmetic of rates."""
+    return LEAST_S <= seconds <= MOST_S
 
 
 def main_dtype(component: Component, precision: str = "") -> str:
@@ -127,7 +134,7 @@ class Speeds:
     def note(self, key: CallKey, seconds: float, *, of_blocks: bool) -> None:
         """Add what was measured: of a whole call it counts more than of its blocks alone."""
         before = self.known.get(key)
-        if seconds <= 0 or (before is not None and of_blocks and not before.of_blocks):
+        if not can_take(seconds) or (before is not None and of_blocks and not before.of_blocks):
             return
         if before is not None and before.of_blocks == of_blocks:
             seconds = NEW_SHARE * seconds + (1 - NEW_SHARE) * before.seconds
@@ -139,7 +146,7 @@ class Speeds:
     def note_work(self, key: CallKey, work: Work) -> None:
         """Note what the measured seconds of a call are for, as its trace says."""
         found = self.known.get(key)
-        if found is not None and work.flops and found.work != work:
+        if found is not None and min(work) > 0 and found.work != work:
             self.set(key, replace(found, work=work))
 
     def set(self, key: CallKey, call: MeasuredCall) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.manager.needs_file import NeedsFile
-from highwater.memory.manager.speeds import CallKey, MeasuredCall, Speeds, fit_rates, main_dtype, seconds_at
-from highwater.memory.manager.speeds_file import MAX_CALLS, SPEEDS_FILE_NAME, SpeedsFile
+from highwater.memory.manager.speeds import MAX_CALLS, CallKey, MeasuredCall, Speeds, fit_rates, main_dtype, seconds_at
+from highwater.memory.manager.speeds_file import SPEEDS_FILE_NAME, SpeedsFile, read_row, row_of
 from highwater.memory.tracing import Work, trace_forward
 from highwater.memory.weights.module_component import component_from_module
 
@@ -156,6 +156,23 @@ def test_the_file_ends_at_so_many_calls_and_the_oldest_go(tmp_path) -> None:
     assert not SpeedsFile(file.path, "another version").read()
 
 
+@example([(1.0, [0, 0, 0]), (1.0, [10**6, 1, 1])])
+@example([(1e-310, [1, 1, 1]), (1.0, [1, 2, 3])])
+@example([(1.0, [5, 1, 0]), (1.0, [10**6, 1, 900]), (2.0, [10**3, 1, 1800])])
+@given(st.lists(st.tuples(st.floats(allow_nan=False), st.lists(st.integers(0, 2**62), min_size=3, max_size=3))))
+def test_no_numbers_in_the_file_break_a_prediction(rows) -> None:
+    stored = [
+        row_of(key_of(number), MeasuredCall(seconds=seconds, work=Work(*work)), "1")
+        for number, (seconds, work) in enumerate(rows)
+    ]
+    speeds = Speeds()
+    for row in json.loads(json.dumps(stored)):
+        speeds.restore(read_row(row))
+    for number in range(2):
+        told = speeds.predict("1" * 32, "F16", f"{number:032x}", Work(10**9, 10**6, 10))
+        assert told is None or told > 0
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[]", b'{"format": 2}', b"[" * 100_000])
 def test_a_bad_file_is_told_in_one_line_and_replaced(tmp_path, content) -> None:
     file = SpeedsFile(tmp_path / SPEEDS_FILE_NAME, "1")
@@ -168,10 +185,11 @@ def test_a_bad_file_is_told_in_one_line_and_replaced(tmp_path, content) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seconds", 0.0), ("seconds", -1.0), ("seconds", "1"), ("seconds", float("inf")), ("work", [1, 2]),
-     ("work", [1, 2, -3]), ("work", 4), ("entry", 1.5), ("entry", -1), ("component", "../x"), ("device", 5),
-     ("shapes", [[1, "2"]]), ("shapes", [3]), ("shapes", [[1] * 1000]), ("dtype", "x" * 1000), ("of_blocks", 1),
-     ("used", None)],
+    [("seconds", 0.0), ("seconds", -1.0), ("seconds", "1"), ("seconds", float("inf")), ("seconds", 1e-310),
+     ("seconds", 1e300), ("work", [1, 2]), ("work", [1, 2, -3]), ("work", [0, 0, 0]), ("work", [0, 1, 1]),
+     ("work", [1, 1, 0]), ("work", []), ("work", 4), ("entry", 1.5), ("entry", -1), ("component", "../x"),
+     ("device", 5), ("shapes", [[1, "2"]]), ("shapes", [3]), ("shapes", [[1] * 1000]), ("dtype", "x" * 1000),
+     ("of_blocks", 1), ("used", None)],
 )  # fmt: skip
 def test_an_entry_that_this_program_does_not_write_is_left_out(tmp_path, field, value) -> None:
     file = SpeedsFile(tmp_path / SPEEDS_FILE_NAME, "1")
