@@ -125,6 +125,10 @@ class Speeds:
         self.problem = ""
         """Why the file of earlier ones cannot be read; empty where it can, or there is none."""
 
+    def calls(self) -> list[tuple[CallKey, MeasuredCall]]:
+        """Return all calls with their keys, to be read while other threads note some."""
+        return list(self.known.items())
+
     def calls_left(self, component: str, device: str) -> dict[Hashable, int]:
         """Return in which a component's calls are counted (`CallTimes`), by its id in the books."""
         if len(self.left) >= MAX_CALLS:
@@ -151,8 +155,8 @@ class Speeds:
 
     def set(self, key: CallKey, call: MeasuredCall) -> None:
         while key not in self.known and len(self.known) >= MAX_CALLS:
-            oldest = min(self.known, key=lambda other: self.known[other].used_s)
-            del self.known[oldest]
+            oldest, _ = min(self.calls(), key=lambda found: found[1].used_s)
+            self.known.pop(oldest, None)
             self.changed.discard(oldest)
         self.known[key] = call
         self.changed.add(key)
@@ -164,7 +168,7 @@ class Speeds:
         """
         calls = [
             (key.component == component, call.seconds, call.work)
-            for key, call in self.known.items()
+            for key, call in self.calls()
             if key.device == device and key.dtype == dtype and call.work is not None
         ]
         own = [(seconds, done) for is_own, seconds, done in calls if is_own]
@@ -188,7 +192,7 @@ class Speeds:
         """Return what is to be written to the file, and count it as written."""
         changed = set(self.changed)
         self.changed -= changed  # another thread may add some meanwhile
-        return {key: self.known[key] for key in changed if key in self.known}
+        return {key: call for key in changed if (call := self.known.get(key)) is not None}
 
     def keep_changed(self, which: Iterable[CallKey]) -> None:
         """Count these as not written: writing them failed."""

@@ -17,6 +17,7 @@ from highwater.memory.manager.speeds import MAX_CALLS, CallKey, MeasuredCall, Sp
 from highwater.memory.manager.speeds_file import SPEEDS_FILE_NAME, SpeedsFile, read_row, row_of
 from highwater.memory.tracing import Work, trace_forward
 from highwater.memory.weights.module_component import component_from_module
+from highwater.nodes.call_seconds import Computed, MeasuredSeconds
 
 DIM, ROWS = 1024, 512
 SPEC = {"total_bytes": 256 << 20, "flops_per_s": 1e12}
@@ -198,3 +199,58 @@ def test_an_entry_that_this_program_does_not_write_is_left_out(tmp_path, field, 
     stored["calls"][0][field] = value
     file.path.write_text(json.dumps(stored))
     assert file.read().keys() == {key_of(2)} and not file.problem
+
+
+class WhileRead(CallKey):
+    """A call; while its device is read, another thread notes one more."""
+
+    speeds: Speeds
+
+    @property
+    def device(self) -> str:  # type: ignore[override]
+        note_one_more(self.speeds)
+        return self[1]
+
+    @property
+    def component(self) -> str:  # type: ignore[override]
+        note_one_more(self.speeds)
+        return self[0]
+
+
+class UsedWhileRead:
+    """A measured call; while it is read when it was used, another thread notes one more."""
+
+    seconds, work, of_blocks = 1.0, Work(1, 1, 1), False
+
+    def __init__(self, speeds: Speeds) -> None:
+        self.speeds = speeds
+
+    @property
+    def used_s(self) -> int:
+        note_one_more(self.speeds)
+        return 0
+
+
+def note_one_more(speeds: Speeds) -> None:
+    speeds.known[key_of(10**6 + len(speeds.known))] = MeasuredCall(seconds=1.0)
+
+
+def test_a_plan_reads_speeds_while_another_thread_notes_them() -> None:
+    speeds = Speeds()
+    for number in range(4):
+        key = WhileRead(*key_of(number))
+        key.speeds = speeds
+        speeds.known[key] = MeasuredCall(seconds=1.0, work=Work(10 + number, 1, 1))
+    assert speeds.predict("1" * 32, "F16", "0" * 32, Work(20, 1, 1)) is not None
+    found = MeasuredSeconds(MemoryManager())
+    found.speeds = speeds
+    computed = Computed(component="f" * 32, dtype="F32")
+    assert not found.may_tell(lambda: computed) and not list(found.untraced(lambda: computed))
+
+
+def test_the_oldest_call_goes_while_another_thread_notes_some() -> None:
+    speeds = Speeds()
+    speeds.known |= {key_of(number): MeasuredCall(seconds=1.0, used_s=1) for number in range(MAX_CALLS - 1)}
+    speeds.known[key_of(MAX_CALLS)] = UsedWhileRead(speeds)  # type: ignore[assignment]
+    speeds.note(key_of(MAX_CALLS + 1), 1.0, of_blocks=False)
+    assert key_of(MAX_CALLS) not in speeds.known and key_of(MAX_CALLS + 1) in speeds.known
