@@ -27,6 +27,10 @@ __all__ = ["CallKey", "MeasuredCall", "Speeds", "digest_speed", "main_dtype"]
 # What is measured anew counts so much: one call may be slower for what else the machine does.
 NEW_SHARE = 0.5
 MAX_CALLS = 2000
+# Writing the file takes some 15 us for each of its calls. So what moves by less is not written again, except once a
+# while: of a full file those go that were written longest ago.
+LEAST_MOVED = 0.02
+WRITTEN_EACH_S = 24 * 3600
 # What a call can have taken: no device computes one in less, and no one waits for more.
 LEAST_S, MOST_S = 1e-7, 1e5
 # What of some work takes time, in numbers of `Work`: its operations, and with them launches, or traffic, or both.
@@ -114,12 +118,24 @@ def fit_rates(calls: Sequence[tuple[float, Work]]) -> Rates | None:
     return best[-1] if best is not None else None
 
 
+def is_news(call: MeasuredCall, written: MeasuredCall | None) -> bool:
+    """Whether a call is to be written to the file again."""
+    return (
+        written is None
+        or (call.work, call.of_blocks) != (written.work, written.of_blocks)
+        or abs(call.seconds / written.seconds - 1) > LEAST_MOVED
+        or call.used_s - written.used_s > WRITTEN_EACH_S
+    )
+
+
 class Speeds:
     """All measured calls, and which of them are not written to their file yet."""
 
     def __init__(self) -> None:
         self.known: dict[CallKey, MeasuredCall] = {}
         self.changed: set[CallKey] = set()
+        self.written: dict[CallKey, MeasuredCall] = {}
+        """The calls as their file has them."""
         self.left: dict[tuple[str, str], dict[Hashable, int]] = {}
         """By component and device, which of its calls are timed next: objects of one file come and go."""
         self.problem = ""
@@ -158,8 +174,11 @@ class Speeds:
             oldest, _ = min(self.calls(), key=lambda found: found[1].used_s)
             self.known.pop(oldest, None)
             self.changed.discard(oldest)
+            self.written.pop(oldest, None)
+        is_new = key not in self.known
         self.known[key] = call
-        self.changed.add(key)
+        if is_new or is_news(call, self.written.get(key)):
+            self.changed.add(key)
 
     def predict(self, device: str, dtype: str, component: str, work: Work) -> float | None:
         """Return what a device takes for some work with such weights, by calls that were measured; None without any.
@@ -186,13 +205,16 @@ class Speeds:
     def restore(self, calls: Iterable[tuple[CallKey, MeasuredCall]]) -> None:
         """Take over what was read from the file."""
         for key, call in calls:
+            self.written[key] = call
             self.known.setdefault(key, call)
 
     def take_changed(self) -> dict[CallKey, MeasuredCall]:
         """Return what is to be written to the file, and count it as written."""
         changed = set(self.changed)
         self.changed -= changed  # another thread may add some meanwhile
-        return {key: call for key in changed if (call := self.known.get(key)) is not None}
+        taken = {key: call for key in changed if (call := self.known.get(key)) is not None}
+        self.written |= taken
+        return taken
 
     def keep_changed(self, which: Iterable[CallKey]) -> None:
         """Count these as not written: writing them failed."""

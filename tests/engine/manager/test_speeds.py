@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
+from highwater.memory.manager.leases import write_speeds
 from highwater.memory.manager.needs_file import NeedsFile
 from highwater.memory.manager.speeds import MAX_CALLS, CallKey, MeasuredCall, Speeds, fit_rates, main_dtype, seconds_at
 from highwater.memory.manager.speeds_file import SPEEDS_FILE_NAME, SpeedsFile, read_row, row_of
@@ -254,3 +256,65 @@ def test_the_oldest_call_goes_while_another_thread_notes_some() -> None:
     speeds.known[key_of(MAX_CALLS)] = UsedWhileRead(speeds)  # type: ignore[assignment]
     speeds.note(key_of(MAX_CALLS + 1), 1.0, of_blocks=False)
     assert key_of(MAX_CALLS) not in speeds.known and key_of(MAX_CALLS + 1) in speeds.known
+
+
+def test_a_call_is_written_again_only_after_it_moved() -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.take_changed().keys() == {key}
+    for seconds in (1.01, 0.99, 1.02):
+        speeds.note(key, seconds, of_blocks=False)
+        assert not speeds.changed
+    speeds.note_work(key, Work(1, 1, 1))
+    assert speeds.take_changed()[key].work == Work(1, 1, 1)
+    speeds.note(key, 1.2, of_blocks=False)
+    assert speeds.take_changed().keys() == {key}
+
+
+def test_a_call_that_drifts_is_written_although_each_step_is_small() -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.restore([(key, MeasuredCall(seconds=1.0, used_s=int(time.time())))])
+    for step in range(20):
+        speeds.note(key, 1 + step / 200, of_blocks=False)
+    assert speeds.changed == {key}
+
+
+def test_a_call_that_is_still_in_use_is_written_once_a_day() -> None:
+    """Of a full file the calls go that were written longest ago."""
+    speeds, key = Speeds(), key_of(1)
+    speeds.restore([(key, MeasuredCall(seconds=1.0, used_s=int(time.time()) - 2 * 86400))])
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.take_changed().keys() == {key}
+    speeds.note(key, 1.0, of_blocks=False)
+    assert not speeds.changed
+
+
+def test_a_call_is_written_whole_after_its_blocks_were() -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.restore([(key, MeasuredCall(seconds=1.0, of_blocks=True, used_s=int(time.time())))])
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.changed == {key}
+
+
+def test_a_call_whose_writing_failed_is_written_the_next_time(tmp_path) -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.note(key, 1.0, of_blocks=False)
+    (tmp_path / "taken").touch()
+    write_speeds(speeds, SpeedsFile(tmp_path / "taken" / SPEEDS_FILE_NAME, "1"))
+    assert speeds.changed == {key}
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.changed == {key}
+
+
+def test_steady_calls_leave_the_file_alone(sim, tmp_path) -> None:
+    """Every sixteenth is timed; its virtual seconds are the same."""
+    path = tmp_path / SPEEDS_FILE_NAME
+    with sim.cluster([sim.SimDeviceSpec(**SPEC)]), torch.no_grad():
+        net = Net(2)
+        with manage(net, manager=MemoryManager(needs_file=NeedsFile(tmp_path / "needs.sqlite3"))):
+            for number in range(60):
+                net(torch.ones(1, ROWS, DIM))
+                torch.accelerator.synchronize()
+                if number == 8:
+                    written = path.stat().st_mtime_ns
+        assert path.stat().st_mtime_ns == written
