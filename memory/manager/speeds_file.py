@@ -107,7 +107,12 @@ def read_row(row: Mapping[str, Any]) -> list[tuple[CallKey, MeasuredCall]]:
     digests = [row.get("component"), row.get("device")]
     shapes, dtype, seconds, work = row.get("shapes"), row.get("dtype"), row.get("seconds"), row.get("work")
     are_digests = all(isinstance(digest, str) and DIGEST.fullmatch(digest) for digest in digests)
-    if not are_digests or not isinstance(shapes, list) or not all(isinstance(shape, list) for shape in shapes):
+    if (
+        not are_digests
+        or not isinstance(shapes, list)
+        or not shapes
+        or not all(isinstance(shape, list) for shape in shapes)
+    ):
         return []
     edges = [edge for shape in shapes for edge in shape]
     if work is not None and (not isinstance(work, list) or len(work) != len(Work._fields)):

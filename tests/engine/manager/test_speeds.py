@@ -135,6 +135,30 @@ def test_a_call_that_fails_is_not_timed(sim, tmp_path) -> None:
         assert not manager.capacity.speeds.known
 
 
+@pytest.mark.parametrize("profile", ["auto", "16MiB"], ids=["resident", "streamed"])
+def test_a_call_whose_inputs_tell_no_size_is_not_timed(sim, profile) -> None:
+    """Rows of numbers, in which any call of them would be the same."""
+    net = Net()
+    with sim.cluster([sim.SimDeviceSpec(**SPEC)]), torch.no_grad():
+        manager = MemoryManager()
+        with manage(net, profile=profile, manager=manager):
+            for _ in range(4):
+                net(torch.ones(ROWS, DIM))
+                torch.accelerator.synchronize()
+        assert not manager.capacity.speeds.known
+
+
+def test_the_blocks_of_one_call_do_not_count_for_the_next_one(sim) -> None:
+    net = Net()
+    with sim.cluster([sim.SimDeviceSpec(**SPEC)]), torch.no_grad():
+        manager = MemoryManager()
+        with manage(net, profile="16MiB", manager=manager):
+            for rows in (torch.ones(16, DIM), torch.ones(16, DIM), torch.ones(1, ROWS, DIM), torch.ones(1, ROWS, DIM)):
+                net(rows)
+                torch.accelerator.synchronize()
+        assert not manager.capacity.speeds.known
+
+
 def test_a_direct_measurement_of_a_whole_call_is_better_than_that_of_blocks() -> None:
     speeds, key = Speeds(), CallKey("0" * 32, "1" * 32, "F16", 0, ((1, 2, 3),))
     speeds.note(key, 2.0, of_blocks=True)
@@ -191,8 +215,8 @@ def test_a_bad_file_is_told_in_one_line_and_replaced(tmp_path, content) -> None:
     [("seconds", 0.0), ("seconds", -1.0), ("seconds", "1"), ("seconds", float("inf")), ("seconds", 1e-310),
      ("seconds", 1e300), ("work", [1, 2]), ("work", [1, 2, -3]), ("work", [0, 0, 0]), ("work", [0, 1, 1]),
      ("work", [1, 1, 0]), ("work", []), ("work", 4), ("entry", 1.5), ("entry", -1), ("component", "../x"),
-     ("device", 5), ("shapes", [[1, "2"]]), ("shapes", [3]), ("shapes", [[1] * 1000]), ("dtype", "x" * 1000),
-     ("of_blocks", 1), ("used", None)],
+     ("device", 5), ("shapes", []), ("shapes", [[1, "2"]]), ("shapes", [3]), ("shapes", [[1] * 1000]),
+     ("dtype", "x" * 1000), ("of_blocks", 1), ("used", None)],
 )  # fmt: skip
 def test_an_entry_that_this_program_does_not_write_is_left_out(tmp_path, field, value) -> None:
     file = SpeedsFile(tmp_path / SPEEDS_FILE_NAME, "1")
