@@ -109,6 +109,17 @@ def test_broken_parts_of_a_page_are_named() -> None:
     }
 
 
+def test_of_two_nodes_of_a_page_with_one_id_the_first_is_named() -> None:
+    page = copy.deepcopy(FLUX)
+    sampler = next(node for node in page["nodes"] if node["type"] == "KSampler")
+    page["nodes"].append(copy.deepcopy(sampler) | {"type": "KSamplerAdvanced"})
+    assert read_workflow(page).broken == (
+        f"node {sampler['id']} (KSampler): another node has its id; it is left out",
+    )  # fmt: skip
+    page["nodes"][-1]["mode"] = 2
+    assert read_workflow(page).broken == ()
+
+
 def test_a_muted_node_is_not_broken() -> None:
     page = copy.deepcopy(FLUX)
     sampler = next(node for node in page["nodes"] if node["type"] == "KSampler")
