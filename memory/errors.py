@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Iterable
 
 __all__ = [
+    "NO_PLAN",
     "DoesNotFit",
     "InvalidInput",
     "UnsafeState",
@@ -18,6 +19,9 @@ __all__ = [
     "require",
     "without_folders",
 ]
+
+NO_PLAN = "no plan leaves more: "
+"""How the part of a failure's line begins that says what helps instead of planning again."""
 
 # The most characters of a quoted text, and of an unbroken word such as a path, in a message; less than 300 together.
 LARGEST_QUOTE = 100

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..memory.errors import NO_PLAN
 from ..memory.units import MIB, align_up, format_bytes, format_seconds
 from .last_run import CPU, LastRun, Part, Room, Share, read_last_run
 from .remedies import elsewhere, hold_all, in_mib, keep_in_ram, place_elsewhere, say, short_name, stream_less
@@ -20,8 +21,8 @@ __all__ = ["advise"]
 LEAST_SHARE = 0.05
 # Of a component that a host brings page by page so much counts as all of it.
 ALL_OF_IT = 0.98
-PROMISE, NO_PLAN = "the next run ", "no plan leaves more: "
-"""How the part of a failure's reason begins that says what comes of it, and the one that says what helps instead."""
+PROMISE = "the next run "
+"""How the part of a failure's reason begins that says what comes of it."""
 
 Advice = tuple[Text, Text]
 """What limits a run, and what to change."""

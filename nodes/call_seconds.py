@@ -182,14 +182,14 @@ class MeasuredSeconds:
         return any(
             key.device in self.devices.values()
             and (key.component == found.component or (key.dtype == found.dtype and call.work))
-            for key, call in self.speeds.known.items()
+            for key, call in self.speeds.calls()
         )
 
     def untraced(self, computed: Callable[[], Computed]) -> Iterable[CallKey]:
         found = computed()
         return [
             key
-            for key, call in self.speeds.known.items()
+            for key, call in self.speeds.calls()
             if key.component == found.component and key.dtype == found.dtype and not call.work
         ]
 

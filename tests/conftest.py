@@ -117,7 +117,7 @@ def no_calls_remembered() -> None:
     manager = default.existing_manager() if default is not None else None
     if manager is not None:
         speeds = manager.capacity.speeds
-        for learned in (speeds.known, speeds.changed, *speeds.left.values()):
+        for learned in (speeds.known, speeds.changed, speeds.written, *speeds.left.values()):
             learned.clear()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from ..errors import DoesNotFit, InvalidInput
+from ..errors import NO_PLAN, DoesNotFit, InvalidInput
 from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.sizes import least_bytes
 from ..runtime.forwards.forward_pass import FailedTry, Pass
@@ -20,7 +20,6 @@ __all__ = ["learn_failed_load", "learn_failed_try", "learn_needs", "learn_times"
 
 # The part of a device, a 256th, that others have to take during a pass to count as the cause of its failure.
 NOTICEABLE = 256
-NO_PLAN = "no plan leaves more"
 
 
 def learn_times(member: Member, capacity: LiveCapacity) -> None:
@@ -219,7 +218,7 @@ def promise(member: Member, capacity: LiveCapacity, device: str, size: Size) -> 
         then = "all of it again, as tier 'device' asks for"
     before = f"with {format_bytes(tried)} free it failed, too, and " if tried > free_before else ""
     choose = f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
-    return f"{before}{NO_PLAN}: choose {choose}; the next run loads {then}"
+    return f"{before}{NO_PLAN}choose {choose}; the next run loads {then}"
 
 
 def find_remedies(member: Member, capacity: LiveCapacity, share: DevicePlan, tried_bytes: int) -> list[str]:

@@ -27,6 +27,12 @@ __all__ = ["CallKey", "MeasuredCall", "Speeds", "digest_speed", "main_dtype"]
 # What is measured anew counts so much: one call may be slower for what else the machine does.
 NEW_SHARE = 0.5
 MAX_CALLS = 2000
+# Writing the file takes some 15 us for each of its calls. So what moves by less is not written again, except once a
+# while: of a full file those go that were written longest ago.
+LEAST_MOVED = 0.02
+WRITTEN_EACH_S = 24 * 3600
+# What a call can have taken: no device computes one in less, and no one waits for more.
+LEAST_S, MOST_S = 1e-7, 1e5
 # What of some work takes time, in numbers of `Work`: its operations, and with them launches, or traffic, or both.
 PARTS = ((0,), (2,), (0, 2), (0, 1), (0, 1, 2))
 # Rates of more parts have to fit by so much better: mean squares of relative errors.
@@ -61,6 +67,11 @@ class MeasuredCall:
     """What takes these seconds; None until a trace told it."""
     used_s: int = 0
     """When it was measured last, in seconds since 1970."""
+
+
+def can_take(seconds: float) -> bool:
+    """Whether so many seconds can be those of a call; others break the arithmetic of rates."""
+    return LEAST_S <= seconds <= MOST_S
 
 
 def main_dtype(component: Component, precision: str = "") -> str:
@@ -107,16 +118,32 @@ def fit_rates(calls: Sequence[tuple[float, Work]]) -> Rates | None:
     return best[-1] if best is not None else None
 
 
+def is_news(call: MeasuredCall, written: MeasuredCall | None) -> bool:
+    """Whether a call is to be written to the file again."""
+    return (
+        written is None
+        or (call.work, call.of_blocks) != (written.work, written.of_blocks)
+        or abs(call.seconds / written.seconds - 1) > LEAST_MOVED
+        or call.used_s - written.used_s > WRITTEN_EACH_S
+    )
+
+
 class Speeds:
     """All measured calls, and which of them are not written to their file yet."""
 
     def __init__(self) -> None:
         self.known: dict[CallKey, MeasuredCall] = {}
         self.changed: set[CallKey] = set()
+        self.written: dict[CallKey, MeasuredCall] = {}
+        """The calls as their file has them."""
         self.left: dict[tuple[str, str], dict[Hashable, int]] = {}
         """By component and device, which of its calls are timed next: objects of one file come and go."""
         self.problem = ""
         """Why the file of earlier ones cannot be read; empty where it can, or there is none."""
+
+    def calls(self) -> list[tuple[CallKey, MeasuredCall]]:
+        """Return all calls with their keys, to be read while other threads note some."""
+        return list(self.known.items())
 
     def calls_left(self, component: str, device: str) -> dict[Hashable, int]:
         """Return in which a component's calls are counted (`CallTimes`), by its id in the books."""
@@ -127,7 +154,7 @@ class Speeds:
     def note(self, key: CallKey, seconds: float, *, of_blocks: bool) -> None:
         """Add what was measured: of a whole call it counts more than of its blocks alone."""
         before = self.known.get(key)
-        if seconds <= 0 or (before is not None and of_blocks and not before.of_blocks):
+        if not can_take(seconds) or (before is not None and of_blocks and not before.of_blocks):
             return
         if before is not None and before.of_blocks == of_blocks:
             seconds = NEW_SHARE * seconds + (1 - NEW_SHARE) * before.seconds
@@ -139,16 +166,19 @@ class Speeds:
     def note_work(self, key: CallKey, work: Work) -> None:
         """Note what the measured seconds of a call are for, as its trace says."""
         found = self.known.get(key)
-        if found is not None and work.flops and found.work != work:
+        if found is not None and min(work) > 0 and found.work != work:
             self.set(key, replace(found, work=work))
 
     def set(self, key: CallKey, call: MeasuredCall) -> None:
         while key not in self.known and len(self.known) >= MAX_CALLS:
-            oldest = min(self.known, key=lambda other: self.known[other].used_s)
-            del self.known[oldest]
+            oldest, _ = min(self.calls(), key=lambda found: found[1].used_s)
+            self.known.pop(oldest, None)
             self.changed.discard(oldest)
+            self.written.pop(oldest, None)
+        is_new = key not in self.known
         self.known[key] = call
-        self.changed.add(key)
+        if is_new or is_news(call, self.written.get(key)):
+            self.changed.add(key)
 
     def predict(self, device: str, dtype: str, component: str, work: Work) -> float | None:
         """Return what a device takes for some work with such weights, by calls that were measured; None without any.
@@ -157,7 +187,7 @@ class Speeds:
         """
         calls = [
             (key.component == component, call.seconds, call.work)
-            for key, call in self.known.items()
+            for key, call in self.calls()
             if key.device == device and key.dtype == dtype and call.work is not None
         ]
         own = [(seconds, done) for is_own, seconds, done in calls if is_own]
@@ -175,13 +205,16 @@ class Speeds:
     def restore(self, calls: Iterable[tuple[CallKey, MeasuredCall]]) -> None:
         """Take over what was read from the file."""
         for key, call in calls:
+            self.written[key] = call
             self.known.setdefault(key, call)
 
     def take_changed(self) -> dict[CallKey, MeasuredCall]:
         """Return what is to be written to the file, and count it as written."""
         changed = set(self.changed)
         self.changed -= changed  # another thread may add some meanwhile
-        return {key: self.known[key] for key in changed if key in self.known}
+        taken = {key: call for key in changed if (call := self.known.get(key)) is not None}
+        self.written |= taken
+        return taken
 
     def keep_changed(self, which: Iterable[CallKey]) -> None:
         """Count these as not written: writing them failed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ..tracing.trace import Work
-from .speeds import CallKey, MeasuredCall
+from .speeds import MAX_CALLS, CallKey, MeasuredCall, can_take
 
 __all__ = ["SPEEDS_FILE_NAME", "SpeedsFile"]
 
 SPEEDS_FILE_NAME = "speeds.json"
 FORMAT = 1
-MAX_CALLS = 2000
 MAX_FILE_BYTES = 4 << 20
 LONGEST_DTYPE = 60
 MOST_NUMBERS = 100
@@ -109,7 +107,12 @@ def read_row(row: Mapping[str, Any]) -> list[tuple[CallKey, MeasuredCall]]:
     digests = [row.get("component"), row.get("device")]
     shapes, dtype, seconds, work = row.get("shapes"), row.get("dtype"), row.get("seconds"), row.get("work")
     are_digests = all(isinstance(digest, str) and DIGEST.fullmatch(digest) for digest in digests)
-    if not are_digests or not isinstance(shapes, list) or not all(isinstance(shape, list) for shape in shapes):
+    if (
+        not are_digests
+        or not isinstance(shapes, list)
+        or not shapes
+        or not all(isinstance(shape, list) for shape in shapes)
+    ):
         return []
     edges = [edge for shape in shapes for edge in shape]
     if work is not None and (not isinstance(work, list) or len(work) != len(Work._fields)):
@@ -117,10 +120,12 @@ def read_row(row: Mapping[str, Any]) -> list[tuple[CallKey, MeasuredCall]]:
     numbers = [*edges, row.get("entry"), row.get("used"), *(work or ())]
     if len(edges) > MOST_NUMBERS or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         return []
-    if type(seconds) is not float or not 0 < seconds < math.inf or type(row.get("of_blocks")) is not bool:
+    if work is not None and min(work) < 1:
+        return []
+    if type(seconds) is not float or not can_take(seconds) or type(row.get("of_blocks")) is not bool:
         return []
     if not isinstance(dtype, str) or len(dtype) > LONGEST_DTYPE:
         return []
     key = CallKey(str(digests[0]), str(digests[1]), dtype, int(row["entry"]), tuple(map(tuple, shapes)))
-    done = Work(*work) if work else None
+    done = Work(*work) if work is not None else None
     return [(key, MeasuredCall(seconds=seconds, of_blocks=row["of_blocks"], work=done, used_s=int(row["used"])))]

@@ -102,13 +102,13 @@ class Trace:
     entries: tuple[EntryTrace, ...] = ()
     """The passes of which the call consists, in order."""
 
-    @property
-    def flops(self) -> int:
-        return sum(kernel.flops for segment in self.segments for kernel in segment.kernels)
-
     @cached_property
     def work(self) -> Work:
         return Work.of(kernel for segment in self.segments for kernel in segment.kernels)
+
+    @property
+    def flops(self) -> int:
+        return self.work.flops
 
     @cached_property
     def work_of_blocks(self) -> Work:
@@ -117,12 +117,11 @@ class Trace:
 
     @property
     def traffic_bytes(self) -> int:
-        return sum(kernel.traffic_bytes for segment in self.segments for kernel in segment.kernels)
+        return self.work.traffic_bytes
 
     @property
     def num_kernels(self) -> int:
-        """Kernels without copies between host and device."""
-        return sum(not kernel.link_bytes for segment in self.segments for kernel in segment.kernels)
+        return self.work.num_kernels
 
     @cached_property
     def blocks(self) -> Mapping[str, BlockTrace]:
@@ -134,9 +133,7 @@ class Trace:
             name: BlockTrace(
                 name=name,
                 peak_bytes=max(segment.peak_bytes for segment in segments),
-                flops=sum(kernel.flops for segment in segments for kernel in segment.kernels),
-                traffic_bytes=sum(kernel.traffic_bytes for segment in segments for kernel in segment.kernels),
-                num_kernels=sum(not kernel.link_bytes for segment in segments for kernel in segment.kernels),
+                **Work.of(kernel for segment in segments for kernel in segment.kernels)._asdict(),
             )
             for name, segments in by_name.items()
         }

@@ -142,6 +142,11 @@ class PassTimes:
         self.call: Any = None
         """Which call that is, or was."""
 
+    @property
+    def is_timing(self) -> bool:
+        """Whether the pass that runs is timed."""
+        return self.watch is not None and self.passes == TIMED_PASS
+
     def note_call(self, call: Any) -> None:
         """Note which call is timed."""
         self.call = call

@@ -14,12 +14,25 @@ MAX_LINES = 20
 
 
 def broken_nodes(graph: Mapping[str, Any]) -> list[str]:
-    """Return which entries of a graph in API format are no nodes, and why."""
+    """Return which entries of a graph in API format are no nodes, and why; not what lies beside its nodes."""
+    linked = {
+        value[0]
+        for node in graph.values()
+        if isinstance(node, Mapping) and isinstance(node.get("inputs"), Mapping)
+        for value in node["inputs"].values()
+        if looks_linked(value)
+    }
     return [
         f"node {quoted(node_id)}: {why}; it is left out"
         for node_id, node in graph.items()
-        if (why := why_no_node(node, "class_type"))
+        if (why := why_no_node(node, "class_type")) and (node_id in linked or not lies_beside(node_id, node))
     ]
+
+
+def lies_beside(key: str, value: Any) -> bool:
+    """Whether an entry is one of the request that queued a prompt, such as `extra_data`: nothing of a node is in it."""
+    has_parts = isinstance(value, Mapping) and ("class_type" in value or "inputs" in value)
+    return not has_parts and not str(key).replace(":", "").isdigit()
 
 
 def why_no_node(node: Any, class_key: str) -> str:

@@ -101,6 +101,9 @@ class PageGraph:
             elif node.get("mode") == MUTED:
                 muted.add(node_id)
             else:
+                if node_id in nodes:
+                    label = label_of(prefix + node_id, nodes[node_id]["type"])
+                    self.broken.append(f"{label}: another node has its id; it is left out")
                 nodes[node_id] = node
         self.num_nodes += len(nodes)
         if self.num_nodes > MAX_NODES:

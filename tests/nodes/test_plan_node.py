@@ -223,6 +223,7 @@ def test_a_pipeline_that_ran_is_planned_with_measured_seconds(runner: WorkflowRu
     monkeypatch.setattr("highwater.nodes.pipeline_predictions.described_rates", {})
     speeds = default_manager().capacity.speeds
     asked = {name: node for name, node in graph().items() if name != "plan"}
+    asked["load"]["inputs"]["placement"] = "cpu"  # simulated devices that other tests left take no time
     unknown = plan_graph(asked, source="test")
     assert unknown.run is not None and unknown.run.seconds is None
     assert re.search("time unknown: how long .* was not measured here yet", unknown.text())

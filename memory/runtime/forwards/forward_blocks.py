@@ -180,15 +180,18 @@ class Forwards:
         return True
 
     def time_call(self, size: Size, inputs: Any) -> None:
-        """Time the call that begins, if it is one of those: as a whole, or by blocks where these stream."""
+        """Time the call that begins, if it is one of those: as a whole, or by blocks where these stream.
+
+        Not where no shape of its inputs tells how much it computes: all such calls would be one.
+        """
         share = self.shares[0]
         if size[0] < 0:  # a block that is called by itself
             return
         if share.streamer is None:
-            if self.clock.is_due(size):
-                self.clock.start((size[0], shapes_of(inputs)))
-        elif share.times.watch is not None and share.times.call is None:
-            share.times.note_call((size[0], shapes_of(inputs)))
+            if self.clock.is_due(size) and (shapes := shapes_of(inputs)):
+                self.clock.start((size[0], shapes))
+        elif share.times.is_timing and share.times.call is None and (shapes := shapes_of(inputs)):
+            share.times.note_call((size[0], shapes))
 
     def refuse_recursion(self, module: nn.Module, current: Pass) -> None:
         """Raise `UnsafeState` if a block that computes calls the whole module: both need the staging memory."""

@@ -555,8 +555,8 @@ async def forget_needs(request: web.Request) -> web.Response:
         with manager.exclusive():
             needs = manager.capacity.needs
             speeds = manager.capacity.speeds
-            counted = speeds.left.values()
-            for learned in (needs.known, needs.last, needs.changed, speeds.known, speeds.changed, *counted):
+            measured = (speeds.known, speeds.changed, speeds.written, *speeds.left.values())
+            for learned in (needs.known, needs.last, needs.changed, *measured):
                 learned.clear()
             manager.capacity.outdate_plans()
     return web.json_response({})

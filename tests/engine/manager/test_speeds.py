@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
+from highwater.memory.manager.leases import write_speeds
 from highwater.memory.manager.needs_file import NeedsFile
-from highwater.memory.manager.speeds import CallKey, MeasuredCall, Speeds, fit_rates, main_dtype, seconds_at
-from highwater.memory.manager.speeds_file import MAX_CALLS, SPEEDS_FILE_NAME, SpeedsFile
+from highwater.memory.manager.speeds import MAX_CALLS, CallKey, MeasuredCall, Speeds, fit_rates, main_dtype, seconds_at
+from highwater.memory.manager.speeds_file import SPEEDS_FILE_NAME, SpeedsFile, read_row, row_of
 from highwater.memory.tracing import Work, trace_forward
 from highwater.memory.weights.module_component import component_from_module
+from highwater.nodes.call_seconds import Computed, MeasuredSeconds
 
 DIM, ROWS = 1024, 512
 SPEC = {"total_bytes": 256 << 20, "flops_per_s": 1e12}
@@ -132,6 +135,30 @@ def test_a_call_that_fails_is_not_timed(sim, tmp_path) -> None:
         assert not manager.capacity.speeds.known
 
 
+@pytest.mark.parametrize("profile", ["auto", "16MiB"], ids=["resident", "streamed"])
+def test_a_call_whose_inputs_tell_no_size_is_not_timed(sim, profile) -> None:
+    """Rows of numbers, in which any call of them would be the same."""
+    net = Net()
+    with sim.cluster([sim.SimDeviceSpec(**SPEC)]), torch.no_grad():
+        manager = MemoryManager()
+        with manage(net, profile=profile, manager=manager):
+            for _ in range(4):
+                net(torch.ones(ROWS, DIM))
+                torch.accelerator.synchronize()
+        assert not manager.capacity.speeds.known
+
+
+def test_the_blocks_of_one_call_do_not_count_for_the_next_one(sim) -> None:
+    net = Net()
+    with sim.cluster([sim.SimDeviceSpec(**SPEC)]), torch.no_grad():
+        manager = MemoryManager()
+        with manage(net, profile="16MiB", manager=manager):
+            for rows in (torch.ones(16, DIM), torch.ones(16, DIM), torch.ones(1, ROWS, DIM), torch.ones(1, ROWS, DIM)):
+                net(rows)
+                torch.accelerator.synchronize()
+        assert not manager.capacity.speeds.known
+
+
 def test_a_direct_measurement_of_a_whole_call_is_better_than_that_of_blocks() -> None:
     speeds, key = Speeds(), CallKey("0" * 32, "1" * 32, "F16", 0, ((1, 2, 3),))
     speeds.note(key, 2.0, of_blocks=True)
@@ -156,6 +183,23 @@ def test_the_file_ends_at_so_many_calls_and_the_oldest_go(tmp_path) -> None:
     assert not SpeedsFile(file.path, "another version").read()
 
 
+@example([(1.0, [0, 0, 0]), (1.0, [10**6, 1, 1])])
+@example([(1e-310, [1, 1, 1]), (1.0, [1, 2, 3])])
+@example([(1.0, [5, 1, 0]), (1.0, [10**6, 1, 900]), (2.0, [10**3, 1, 1800])])
+@given(st.lists(st.tuples(st.floats(allow_nan=False), st.lists(st.integers(0, 2**62), min_size=3, max_size=3))))
+def test_no_numbers_in_the_file_break_a_prediction(rows) -> None:
+    stored = [
+        row_of(key_of(number), MeasuredCall(seconds=seconds, work=Work(*work)), "1")
+        for number, (seconds, work) in enumerate(rows)
+    ]
+    speeds = Speeds()
+    for row in json.loads(json.dumps(stored)):
+        speeds.restore(read_row(row))
+    for number in range(2):
+        told = speeds.predict("1" * 32, "F16", f"{number:032x}", Work(10**9, 10**6, 10))
+        assert told is None or told > 0
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[]", b'{"format": 2}', b"[" * 100_000])
 def test_a_bad_file_is_told_in_one_line_and_replaced(tmp_path, content) -> None:
     file = SpeedsFile(tmp_path / SPEEDS_FILE_NAME, "1")
@@ -168,10 +212,11 @@ def test_a_bad_file_is_told_in_one_line_and_replaced(tmp_path, content) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seconds", 0.0), ("seconds", -1.0), ("seconds", "1"), ("seconds", float("inf")), ("work", [1, 2]),
-     ("work", [1, 2, -3]), ("work", 4), ("entry", 1.5), ("entry", -1), ("component", "../x"), ("device", 5),
-     ("shapes", [[1, "2"]]), ("shapes", [3]), ("shapes", [[1] * 1000]), ("dtype", "x" * 1000), ("of_blocks", 1),
-     ("used", None)],
+    [("seconds", 0.0), ("seconds", -1.0), ("seconds", "1"), ("seconds", float("inf")), ("seconds", 1e-310),
+     ("seconds", 1e300), ("work", [1, 2]), ("work", [1, 2, -3]), ("work", [0, 0, 0]), ("work", [0, 1, 1]),
+     ("work", [1, 1, 0]), ("work", []), ("work", 4), ("entry", 1.5), ("entry", -1), ("component", "../x"),
+     ("device", 5), ("shapes", []), ("shapes", [[1, "2"]]), ("shapes", [3]), ("shapes", [[1] * 1000]),
+     ("dtype", "x" * 1000), ("of_blocks", 1), ("used", None)],
 )  # fmt: skip
 def test_an_entry_that_this_program_does_not_write_is_left_out(tmp_path, field, value) -> None:
     file = SpeedsFile(tmp_path / SPEEDS_FILE_NAME, "1")
@@ -180,3 +225,120 @@ def test_an_entry_that_this_program_does_not_write_is_left_out(tmp_path, field, 
     stored["calls"][0][field] = value
     file.path.write_text(json.dumps(stored))
     assert file.read().keys() == {key_of(2)} and not file.problem
+
+
+class WhileRead(CallKey):
+    """A call; while its device is read, another thread notes one more."""
+
+    speeds: Speeds
+
+    @property
+    def device(self) -> str:  # type: ignore[override]
+        note_one_more(self.speeds)
+        return self[1]
+
+    @property
+    def component(self) -> str:  # type: ignore[override]
+        note_one_more(self.speeds)
+        return self[0]
+
+
+class UsedWhileRead:
+    """A measured call; while it is read when it was used, another thread notes one more."""
+
+    seconds, work, of_blocks = 1.0, Work(1, 1, 1), False
+
+    def __init__(self, speeds: Speeds) -> None:
+        self.speeds = speeds
+
+    @property
+    def used_s(self) -> int:
+        note_one_more(self.speeds)
+        return 0
+
+
+def note_one_more(speeds: Speeds) -> None:
+    speeds.known[key_of(10**6 + len(speeds.known))] = MeasuredCall(seconds=1.0)
+
+
+def test_a_plan_reads_speeds_while_another_thread_notes_them() -> None:
+    speeds = Speeds()
+    for number in range(4):
+        key = WhileRead(*key_of(number))
+        key.speeds = speeds
+        speeds.known[key] = MeasuredCall(seconds=1.0, work=Work(10 + number, 1, 1))
+    assert speeds.predict("1" * 32, "F16", "0" * 32, Work(20, 1, 1)) is not None
+    found = MeasuredSeconds(MemoryManager())
+    found.speeds = speeds
+    computed = Computed(component="f" * 32, dtype="F32")
+    assert not found.may_tell(lambda: computed) and not list(found.untraced(lambda: computed))
+
+
+def test_the_oldest_call_goes_while_another_thread_notes_some() -> None:
+    speeds = Speeds()
+    speeds.known |= {key_of(number): MeasuredCall(seconds=1.0, used_s=1) for number in range(MAX_CALLS - 1)}
+    speeds.known[key_of(MAX_CALLS)] = UsedWhileRead(speeds)  # type: ignore[assignment]
+    speeds.note(key_of(MAX_CALLS + 1), 1.0, of_blocks=False)
+    assert key_of(MAX_CALLS) not in speeds.known and key_of(MAX_CALLS + 1) in speeds.known
+
+
+def test_a_call_is_written_again_only_after_it_moved() -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.take_changed().keys() == {key}
+    for seconds in (1.01, 0.99, 1.02):
+        speeds.note(key, seconds, of_blocks=False)
+        assert not speeds.changed
+    speeds.note_work(key, Work(1, 1, 1))
+    assert speeds.take_changed()[key].work == Work(1, 1, 1)
+    speeds.note(key, 1.2, of_blocks=False)
+    assert speeds.take_changed().keys() == {key}
+
+
+def test_a_call_that_drifts_is_written_although_each_step_is_small() -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.restore([(key, MeasuredCall(seconds=1.0, used_s=int(time.time())))])
+    for step in range(20):
+        speeds.note(key, 1 + step / 200, of_blocks=False)
+    assert speeds.changed == {key}
+
+
+def test_a_call_that_is_still_in_use_is_written_once_a_day() -> None:
+    """Of a full file the calls go that were written longest ago."""
+    speeds, key = Speeds(), key_of(1)
+    speeds.restore([(key, MeasuredCall(seconds=1.0, used_s=int(time.time()) - 2 * 86400))])
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.take_changed().keys() == {key}
+    speeds.note(key, 1.0, of_blocks=False)
+    assert not speeds.changed
+
+
+def test_a_call_is_written_whole_after_its_blocks_were() -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.restore([(key, MeasuredCall(seconds=1.0, of_blocks=True, used_s=int(time.time())))])
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.changed == {key}
+
+
+def test_a_call_whose_writing_failed_is_written_the_next_time(tmp_path) -> None:
+    speeds, key = Speeds(), key_of(1)
+    speeds.note(key, 1.0, of_blocks=False)
+    (tmp_path / "taken").touch()
+    write_speeds(speeds, SpeedsFile(tmp_path / "taken" / SPEEDS_FILE_NAME, "1"))
+    assert speeds.changed == {key}
+    speeds.note(key, 1.0, of_blocks=False)
+    assert speeds.changed == {key}
+
+
+def test_steady_calls_leave_the_file_alone(sim, tmp_path) -> None:
+    """Every sixteenth is timed; its virtual seconds are the same."""
+    path = tmp_path / SPEEDS_FILE_NAME
+    with sim.cluster([sim.SimDeviceSpec(**SPEC)]), torch.no_grad():
+        net = Net(2)
+        with manage(net, manager=MemoryManager(needs_file=NeedsFile(tmp_path / "needs.sqlite3"))):
+            for number in range(60):
+                net(torch.ones(1, ROWS, DIM))
+                torch.accelerator.synchronize()
+                if number == 8:
+                    written = path.stat().st_mtime_ns
+        assert path.stat().st_mtime_ns == written

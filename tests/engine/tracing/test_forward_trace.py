@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from highwater.memory import manage
 from highwater.memory.tracing import Activations, Untraceable, meta_like, seconds_of, trace_forward
-from highwater.memory.tracing.trace import Trace
+from highwater.memory.tracing.trace import Kernel, Segment, Trace, Work
 from highwater.nodes.pipelines.tiny_pipelines import build_clip, build_vae, t5_config
 from highwater.tests.engine import diffusers_models
 from highwater.tests.engine.diffusers_models import MODELS, ModelAndInputs
@@ -570,3 +570,23 @@ def test_results_may_be_brought_back_where_that_is_said() -> None:
     trace = trace_forward(BringsBack(8, 4), (inputs,), brings_back=True)
     assert trace.output_shapes == ((2, 4),) and trace.flops == 2 * 2 * 8 * 4
     assert sum(kernel.link_bytes for segment in trace.segments for kernel in segment.kernels) == 2 * 4 * 4
+
+
+def test_kernels_are_summed_once_however_often_they_are_asked_for() -> None:
+    class Counted(tuple[Kernel, ...]):
+        num_reads = 0
+
+        def __iter__(self) -> Iterator[Kernel]:
+            Counted.num_reads += 1
+            return super().__iter__()
+
+    kernels = Counted([Kernel(4, 2), Kernel(0, 0, 1)])
+    trace = Trace(
+        segments=(Segment(block="a", kernels=kernels, entry_bytes=0, peak_bytes=0),), peak_bytes=0, output_bytes=0
+    )
+    for _ in range(3):
+        assert (trace.flops, trace.traffic_bytes, trace.num_kernels) == trace.work == Work(4, 2, 1)
+    assert Counted.num_reads == 1
+    (block,) = trace.blocks.values()
+    assert (block.flops, block.traffic_bytes, block.num_kernels) == trace.work
+    assert Counted.num_reads == 2

@@ -45,14 +45,27 @@ def test_nothing_of_an_example_is_broken(path: Path) -> None:
 
 
 def test_entries_that_are_no_nodes_are_named() -> None:
-    broken = graph(a=[1, 2], b={"inputs": {}}, c={"class_type": 7, "inputs": {}}, d=None)
+    broken = graph(a=[1, 2], b={"inputs": {}}, c={"class_type": 7, "inputs": {}}, d=None, e={}, **{"7": None})
+    broken["6"]["inputs"] |= {"first": ["a", 0], "second": ["d", 0], "third": ["e", 0]}
     assert read_workflow(broken).broken == (
         "node 'a': is [1, 2], no node; it is left out",
         "node 'b': has no class_type; it is left out",
         "node 'c': its class_type is 7; it is left out",
         "node 'd': is None, no node; it is left out",
+        "node 'e': has no class_type; it is left out",
+        "node '7': is None, no node; it is left out",
+        *(
+            f"node 6 (SaveImage): input {name!r} is linked to node {node_id!r}, which is not in the workflow"
+            for name, node_id in (("first", "a"), ("second", "d"), ("third", "e"))
+        ),
     )
     assert read_workflow(broken).uses == read_workflow(graph()).uses
+
+
+def test_what_lies_beside_the_nodes_is_none_of_them() -> None:
+    """Keys of the request that queues a prompt, at the top level of one."""
+    beside = {"client_id": "x", "version": 0.4, "number": None, "extra_data": {"extra_pnginfo": {}}, "targets": ["6"]}
+    assert read_workflow(graph(**beside)) == read_workflow(graph())
 
 
 def test_links_to_nowhere_are_named_and_values_that_look_like_links_are_not() -> None:
@@ -64,7 +77,7 @@ def test_links_to_nowhere_are_named_and_values_that_look_like_links_are_not() ->
 
 
 def test_many_broken_parts_are_counted() -> None:
-    found = read_workflow(graph(**{f"n{number}": 0 for number in range(500)})).broken
+    found = read_workflow(graph(**{f"{number}": 0 for number in range(100, 600)})).broken
     assert len(found) == 21 and found[-1] == "480 more nodes or links are broken"
 
 
@@ -109,6 +122,17 @@ def test_broken_parts_of_a_page_are_named() -> None:
     }
 
 
+def test_of_two_nodes_of_a_page_with_one_id_the_first_is_named() -> None:
+    page = copy.deepcopy(FLUX)
+    sampler = next(node for node in page["nodes"] if node["type"] == "KSampler")
+    page["nodes"].append(copy.deepcopy(sampler) | {"type": "KSamplerAdvanced"})
+    assert read_workflow(page).broken == (
+        f"node {sampler['id']} (KSampler): another node has its id; it is left out",
+    )  # fmt: skip
+    page["nodes"][-1]["mode"] = 2
+    assert read_workflow(page).broken == ()
+
+
 def test_a_muted_node_is_not_broken() -> None:
     page = copy.deepcopy(FLUX)
     sampler = next(node for node in page["nodes"] if node["type"] == "KSampler")
@@ -119,13 +143,13 @@ def test_a_muted_node_is_not_broken() -> None:
 
 
 def test_a_plan_names_what_is_broken() -> None:
-    described = read_workflow(graph(a=[]))
-    with pytest.raises(ValueError, match=r"node 'a': is \[\], no node; it is left out; .*'a.safetensors' is not in"):
+    described = read_workflow(graph(**{"9": []}))
+    with pytest.raises(ValueError, match=r"node '9': is \[\], no node; it is left out; .*'a.safetensors' is not in"):
         plan_workflow(described, parse_hardware("gpu:0=1GiB").machine())
 
 
 def test_no_title_breaks_a_line_or_colours_it() -> None:
-    found = graph(a=[])
+    found = graph(**{"9": []})
     found["3"]["inputs"]["width"] = "wide"
     found["3"]["_meta"] = {"title": "a\nb\x1b[31mc"}
     found["4"]["class_type"] = "K\nSampler\u202e"
