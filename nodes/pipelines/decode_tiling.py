@@ -52,6 +52,8 @@ def tiling_of(
 class DecodeTiling:
     """One decode; `Tiling` of the planner. Traces when it is first asked, once for each size of tile."""
 
+    beside_model = False
+
     def __init__(
         self,
         vae: Any,
