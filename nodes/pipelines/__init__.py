@@ -24,7 +24,7 @@ __all__, __getattr__ = lazy_names(
         "decode_tiling": ["DecodeTiling", "tiling_of"],
         "pipeline_traces": ["trace_pipeline"],
         "sampling": ["LoadedPipeline", "Sampling"],
-        "sampling_inputs": ["PipelineType", "guidance_input", "size_inputs"],
+        "sampling_inputs": ["PipelineType", "batch_input", "guidance_input", "size_inputs"],
         "tiny_pipelines": ["ensure_pipelines"],
         "verify": ["HighwaterVerifyPipeline"],
     },
