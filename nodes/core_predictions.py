@@ -42,6 +42,8 @@ class CoreTiling:
         times_of: returns what tiles of these shapes take, each so often, by device; kept as long as what is planned.
     """
 
+    beside_model = True
+
     def __init__(
         self,
         needs: TiledNeeds,

@@ -108,6 +108,8 @@ class Part:
 class PartTiling:
     """The tiles in which a part computes where it does not fit whole; `Tiling` of the planner."""
 
+    beside_model = False
+
     def __init__(self, part: Part) -> None:
         self.part = part
 

@@ -85,6 +85,13 @@ class BlockTimes:
 class Tiling(Protocol):
     """How a use is computed in tiles where it does not fit in one piece; made where models are known."""
 
+    @property
+    def beside_model(self) -> bool:
+        """Whether the tiles are always chosen beside the model that sampled, whatever is kept for them.
+
+        Their host makes the memory that it says they may take in any case, first of what the watermark keeps free.
+        """
+
     def choose(self, left_bytes: int) -> TileChoice | None:
         """Return the tiles that will be chosen where so much is left of a device; None: in one piece."""
 
@@ -121,8 +128,8 @@ class Use:
     tiling: Tiling | None = field(default=None, compare=False)
     """How it is computed in tiles where it does not fit beside the model that sampled; None: never."""
     tile_bytes: int | None = None
-    """What is kept free for its tiles, whatever else has to leave; None: for one piece, of which tiles take what fits
-    beside the model that sampled."""
+    """What is kept free for its tiles, whatever else has to leave; where those are chosen beside the model: whatever of
+    its own weights. None: for one piece, of which tiles take what fits beside the model that sampled."""
     times: Mapping[str, BlockTimes] = field(default_factory=dict)
     """By device, as far as they are known: of one call."""
     what: str = ""

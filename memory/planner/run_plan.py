@@ -6,8 +6,9 @@ things leave and come back, and those are what a run costs beside its forwards.
 
 [Note: room of a decode] For a VAE text encoders leave before anything of the model that sampled. Where that does not
 suffice, and the picture is larger than the smallest tile, it is decoded in tiles that fit, and nothing of the model
-leaves, unless not even the smallest tile fits. Tiles overlap by a quarter, so together they compute more than the
-picture, and what streams is copied for each.
+leaves, unless not even the smallest tile fits, or the plan keeps more room for it ([Note: room for tiles] in
+`tile_room.py`). Tiles overlap by a quarter, so together they compute more than the picture, and what streams is copied
+for each.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Holdings:
         """Load a share; returns the bytes that are copied, and what was evicted for them.
 
         Args:
-            beside_bytes: what its forwards take of the device.
+            beside_bytes: what its forwards take of the device, but for what they take of what the watermark keeps free.
             by_next_use: the other components, that which is used last first.
         """
         here = self.held.setdefault(share.device, {})
@@ -168,17 +168,22 @@ class RunPlayer:
                 share = self.numbers_of(each)
                 here = holdings.held.get(share.device, {})
                 beside_bytes = use.activation_bytes or 0
+                dips_bytes = 0
                 if len(own) > 1:
                     # Each device is taken to need all of it, and what blocks hand on: which part, no trace tells.
                     beside_bytes += 2 * use.carried_bytes
                 elif use.tiling is not None:  # of a split VAE nothing chooses tiles
                     beside = sum(here.get(name, 0) for name in self.steps if name != use.component)
                     left = self.room.get(share.device, 0) - share.device_bytes - beside - use.held_bytes
-                    left = max(left, use.tile_bytes or 0)
+                    left = max(left, 0 if use.tiling.beside_model else use.tile_bytes or 0)
                     in_tiles = use.tiling.choose(left) if is_exact else self.choose(number, use, left)
                     beside_bytes = beside_tiles(use, in_tiles) if in_tiles is not None else beside_bytes
+                    if in_tiles is not None and use.tiling.beside_model:
+                        dips_bytes = min(self.kept_free[share.device], max(0, in_tiles.tile_bytes - left))
                 is_cold |= share.streams and here.get(use.component, 0) < share.device_bytes
-                loaded[share.device], gone = holdings.enter(share, use.component, beside_bytes, self.orders[number])
+                loaded[share.device], gone = holdings.enter(
+                    share, use.component, beside_bytes - dips_bytes, self.orders[number]
+                )
                 evicted += gone
             # One forward alone stages nothing for the next one.
             is_alone = use.num_passes * use.num_calls == 1 and in_tiles is None

@@ -4,7 +4,8 @@
 slower device, or everything else comes back in each run. Tiles take less, and compute what overlaps more than once. So
 the plan reckons the whole run with room for one piece and for tiles of several sizes, and keeps what makes it shortest.
 Of the tiles that cut a picture into equally many only the smallest are looked at: larger ones overlap more and need
-more. Tiles so small that colors may differ are for where no others fit, or a good part of the run is saved.
+more. Tiles so small that colors may differ are for where no others fit, or a good part of the run is saved. Tiles
+of ComfyUI's VAEs are chosen beside the model (`Tiling.beside_model`): what is kept for them only limits the VAE itself.
 """
 
 from __future__ import annotations

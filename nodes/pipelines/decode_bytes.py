@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ...memory.planner.tiles import Tiles
+from ...memory.planner.tiles import TiledSize, Tiles
 from ...memory.tracing import Trace, trace_forward
-from .tile_settings import set_to
+from .tile_settings import cuts_frames, set_to
 
-__all__ = ["Cut", "DecodeBytes", "cut_of", "cuts_well", "decode_bytes", "pieces", "trace", "twin_of"]
+__all__ = ["Cut", "DecodeBytes", "cut_of", "cuts_well", "decode_bytes", "pieces_of", "trace", "twin_of"]
 
 # The sides of two pictures of latents that are traced; what lies between and beyond follows from the line through them.
 TRACED_LATENTS = (16, 32)
@@ -104,7 +104,9 @@ def cut_of(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> Cut:
         with set_to(twin, tiles, per_latent):
             traced = trace_decode(twin, cut, dtype, blocks=[DECODER] if hasattr(twin, DECODER) else [])
         (tiled,) = traced.output_shapes
-        lengths = pieces(CUT_LATENTS, side, side - side // 4)
+        edge = CUT_LATENTS * per_latent
+        size = TiledSize(height=edge, width=edge, pixels_per_latent=per_latent)
+        _, lengths, _ = pieces_of(twin, cut, size, tiles)
         tile_bytes = math.prod(tiled) * dtype.itemsize * (sum(lengths) / CUT_LATENTS) ** 2
         # Behind the last tile; where it cannot be told which that is, at any time.
         last = max((n for n, segment in enumerate(traced.segments) if segment.block), default=-1)
@@ -116,9 +118,24 @@ def cut_of(vae: Any, shape: Sequence[int], dtype: torch.dtype) -> Cut:
     return found[key]
 
 
-def pieces(length: int, tile: int, step: int) -> list[int]:
-    """Return the lengths of tiles along a side of latents, as the library cuts them: the last may be what overlaps."""
-    return [min(tile, length - begin) for begin in range(0, length, step)]
+def pieces_of(vae: Any, shape: Sequence[int], size: TiledSize, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
+    """Return the lengths of tiles in latents, as the library cuts them: frames, height, width.
+
+    Both sides are cut where one is longer than a tile. The last tile of a side may be what overlaps.
+    """
+
+    def pieces(length: int, tile: int, step: int) -> list[int]:
+        return [min(tile, length - begin) for begin in range(0, length, step)]
+
+    per_latent, per_frame = size.pixels_per_latent, size.frames_per_latent
+    num_frames = shape[2] if len(shape) == 5 else 1
+    side, step = tiles.pixels // per_latent, (tiles.pixels - tiles.overlap_pixels) // per_latent
+    height, width = ([length] if max(shape[-2:]) <= side else pieces(length, side, step) for length in shape[-2:])
+    if not (tiles.overlap_frames and cuts_frames(vae)):
+        return [num_frames], height, width
+    # A run of frames has one latent more, whose frame is dropped.
+    frames, step = tiles.frames // per_frame, (tiles.frames - tiles.overlap_frames) // per_frame
+    return pieces(num_frames, frames + 1, step), height, width
 
 
 def twin_of(vae: Any, dtype: torch.dtype) -> Any:

@@ -14,9 +14,9 @@ import torch
 
 from ...memory.planner.tiles import TileChoice, TileCost, TiledSize, Tiles, choose_tiles
 from ...memory.tracing import Kernel, Segment, Trace, trace_forward
-from .decode_bytes import MARGIN, cuts_well, decode_bytes, twin_of
+from .decode_bytes import MARGIN, cuts_well, decode_bytes, pieces_of, twin_of
 from .tile_settings import way_of
-from .tiled_decode import measure, pieces_of
+from .tiled_decode import measure
 
 if TYPE_CHECKING:
     from ...memory.planner.run import BlockTimes
@@ -51,6 +51,8 @@ def tiling_of(
 
 class DecodeTiling:
     """One decode; `Tiling` of the planner. Traces when it is first asked, once for each size of tile."""
+
+    beside_model = False
 
     def __init__(
         self,
@@ -88,10 +90,10 @@ class DecodeTiling:
         return None if found is None else replace(found, expected_bytes=int(found.tile_bytes / MARGIN))
 
     def num_forwards(self, tiles: Tiles) -> int:
-        return prod(len(lengths) for lengths in self.pieces(tiles))
+        return prod(len(lengths) for lengths in pieces_of(self.vae, self.shape, self.size, tiles))
 
     def work(self, tiles: Tiles) -> float:
-        sides = self.pieces(tiles)
+        sides = pieces_of(self.vae, self.shape, self.size, tiles)
         whole = (self.num_frames, *self.shape[-2:])
         return prod(sum(lengths) / length for lengths, length in zip(sides, whole, strict=True))
 
@@ -112,13 +114,9 @@ class DecodeTiling:
         assert self.measured is not None, "only what can be cut has tiles"
         return self.measured[0]
 
-    def pieces(self, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
-        """Return the lengths of tiles in latents, as the library cuts them: frames, height, width."""
-        return pieces_of(self.vae, self.shape, self.size, tiles)
-
     def trace(self, tiles: Tiles) -> Trace:
         """Return the tiles one after the other as a trace, and what joins them. Its bytes are not told."""
-        counted = Counter(itertools.product(*self.pieces(tiles)))
+        counted = Counter(itertools.product(*pieces_of(self.vae, self.shape, self.size, tiles)))
         segments = [segment for piece, times in counted.items() for segment in self.trace_of(piece).segments * times]
         entries = [entry for piece, times in counted.items() for entry in self.trace_of(piece).entries * times]
         joins = Segment(block="", kernels=tuple(self.joins(tiles)), entry_bytes=0, peak_bytes=0)
@@ -137,7 +135,7 @@ class DecodeTiling:
 
     def joins(self, tiles: Tiles) -> Iterator[Kernel]:
         """Yield what blends the tiles, line by line and frame by frame, and puts them together."""
-        frames, height, width = self.pieces(tiles)
+        frames, height, width = pieces_of(self.vae, self.shape, self.size, tiles)
         runs, rows, columns = len(frames), len(height), len(width)
         decoded = decode_bytes(self.vae, self.shape, self.dtype)
         run_bytes = decoded.picture_bytes_per_latent * prod(self.shape[-2:]) // runs

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...memory.manager.vae_room import VaePlace, VaeRoom
     from .decode_bytes import DecodeBytes
 
-__all__ = ["choosing_tiles", "measure", "pieces_of"]
+__all__ = ["choosing_tiles", "measure"]
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def measure(vae: Any, z: torch.Tensor) -> tuple[TiledSize, TileCost]:
 
     A video whose frames the VAE cannot be told to cut counts as one picture.
     """
-    from .decode_bytes import MARGIN, cut_of, decode_bytes
+    from .decode_bytes import MARGIN, cut_of, decode_bytes, pieces_of
 
     def traced_for(shape: Sequence[int]) -> DecodeBytes:
         with warnings.catch_warnings():
@@ -154,24 +154,3 @@ def tiled_bytes(one: DecodeBytes, heights: Sequence[int], widths: Sequence[int],
         most = max(most, held + one.tensors(num_latents))
         held += one.picture_bytes_per_latent * num_latents
     return most if len(heights) * len(widths) == 1 else max(most, held + joined_bytes)
-
-
-def pieces_of(vae: Any, shape: Sequence[int], size: TiledSize, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
-    """Return the lengths of tiles in latents, as the library cuts them: frames, height, width.
-
-    Both sides are cut where one is longer than a tile.
-    """
-    from .decode_bytes import pieces
-
-    num_frames, per_latent, per_frame = (
-        shape[2] if len(shape) == 5 else 1,
-        size.pixels_per_latent,
-        size.frames_per_latent,
-    )
-    side, step = tiles.pixels // per_latent, (tiles.pixels - tiles.overlap_pixels) // per_latent
-    height, width = ([length] if max(shape[-2:]) <= side else pieces(length, side, step) for length in shape[-2:])
-    if not (tiles.overlap_frames and cuts_frames(vae)):
-        return [num_frames], height, width
-    # A run of frames has one latent more, whose frame is dropped.
-    frames, step = tiles.frames // per_frame, (tiles.frames - tiles.overlap_frames) // per_frame
-    return pieces(num_frames, frames + 1, step), height, width

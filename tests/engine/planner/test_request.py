@@ -174,6 +174,8 @@ def test_parts_that_do_not_fit_together_take_turns_and_the_plan_says_so():
 class InPixels:
     """A VAE of images that takes 512 bytes for each pixel, and a microsecond for a thousand of them."""
 
+    beside_model = False
+
     def __init__(self, size: TiledSize) -> None:
         self.size = size
 

@@ -41,6 +41,9 @@ class InPixels:
     side: int
     whole_bytes: int
     whole: Mapping[str, BlockTimes]
+    beside_model: bool = False
+    least_bytes: int = 0
+    """What it may take in any case."""
 
     @property
     def size(self) -> TiledSize:
@@ -50,7 +53,7 @@ class InPixels:
         return self.whole_bytes if tiles is None else self.whole_bytes * tiles.volume(self.size) // self.side**2
 
     def choose(self, left_bytes: int) -> TileChoice | None:
-        return choose_tiles(self.size, self.cost, left_bytes)
+        return choose_tiles(self.size, self.cost, max(left_bytes, self.least_bytes))
 
     def num_forwards(self, tiles: Tiles) -> int:
         return tiles.count(self.size)
@@ -137,6 +140,42 @@ def test_what_was_set_stays_and_only_tiles_are_chosen() -> None:
     assert [share.device for each in plan.components for share in each.shares] == ["gpu:0", "gpu:0"]
     assert plan["vae"].shares[0].device_bytes <= 120 * MIB
     assert seconds(plan) <= seconds(whole)
+
+
+def beside_the_model(decode: Use, least_bytes: int = 0) -> Use:
+    assert isinstance(decode.tiling, InPixels)
+    return replace(decode, tiling=replace(decode.tiling, beside_model=True, least_bytes=least_bytes))
+
+
+def evicted_for_the_decode(plan: Plan) -> list[str]:
+    assert plan.run is not None
+    return [name for uses in (plan.run.first_uses, plan.run.uses) for name, _, _ in uses[-1].evicted]
+
+
+def test_of_the_model_nothing_leaves_for_a_decode_beside_it() -> None:
+    """With a little of it gone the picture would be decoded in one piece, and the run shorter."""
+    sampling, decoding = use(MODEL, 20, (0.001,)), use(VAE, 1, (0.2,), decode_bytes=1500 * MIB)
+    asked = request([MODEL, VAE], [sampling, decoding], 2650 * MIB)
+    asked = replace(asked, profile=OffloadProfile(budgets=(BudgetItem(target="gpu:0", limit_bytes=4 * GIB),)))
+    plan = plan_request(asked)
+    assert decode_of(plan).in_tiles is None and evicted_for_the_decode(plan) == [MODEL.name] * 2
+    beside = plan_request(replace(asked, uses=(sampling, beside_the_model(decoding))))
+    left = 2650 * MIB - 1000 * MIB - beside["vae"].shares[0].device_bytes
+    assert decode_of(beside).in_tiles == decode_of(beside).use.tiling.choose(left)
+    assert evicted_for_the_decode(beside) == []
+
+
+def test_room_that_a_decode_has_in_any_case_is_not_made_before_it_is_missing() -> None:
+    """It takes what the watermark keeps free, then of the model."""
+    sampling, decoding = use(MODEL, 20, (0.001,)), use(VAE, 1, (0.2,), decode_bytes=1500 * MIB)
+    asked = request([MODEL, VAE], [sampling, beside_the_model(decoding, 700 * MIB)], 1400 * MIB)
+    cpu, gpu = asked.machine.devices
+    for kept_free, gone in ((600 * MIB, []), (0, [MODEL.name] * 2)):
+        devices = cpu, replace(gpu, kept_free_bytes=kept_free)
+        plan = plan_request(replace(asked, machine=replace(asked.machine, devices=devices)))
+        choice = decode_of(plan).in_tiles
+        assert choice is not None and 200 * MIB < choice.tile_bytes <= 700 * MIB
+        assert evicted_for_the_decode(plan) == gone
 
 
 def test_room_that_was_given_is_kept() -> None:
