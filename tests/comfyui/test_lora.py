@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora
+from highwater.tests.comfyui.graphs import CORE, CORE_IN_HALVES, Graph, Loaders, lora
 from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.comfyui.test_equal import computes_at_once
 
 MODEL = "only_sd.safetensors"  # 49 MiB, with convolutions and norms that have biases
 MODES = {
@@ -25,10 +26,12 @@ MODES = {
 
 def sample(host: HostProcess, loaders: Loaders, lora_name: str | None = None) -> torch.Tensor:
     graph = Graph()
-    ours = loaders is not CORE
+    ours = loaders.kind != "core"
     node = "HighwaterLoadCheckpoint" if ours else "CheckpointLoaderSimple"
     model = graph.add(node, ckpt_name=MODEL, **(loaders.request if ours else {}))
     graph.add("TestHold", value=model)
+    if loaders.halves:
+        model = graph.add("TestHalves", model=model)
     if lora_name is not None:
         model = lora(graph, model, 1.0, f"{lora_name}.safetensors")
     latent = graph.add("EmptyLatentImage", width=32, height=32, batch_size=1)
@@ -39,16 +42,19 @@ def sample(host: HostProcess, loaders: Loaders, lora_name: str | None = None) ->
 
 
 @pytest.fixture(scope="module")
-def core_sample() -> Callable[[HostProcess, str | None], torch.Tensor]:
-    """What core gives with a LoRA, or with none; run once per host."""
-    return functools.cache(lambda host, lora_name: sample(host, CORE, lora_name))
+def core_sample() -> Callable[[HostProcess, str, str | None], torch.Tensor]:
+    """What core gives with a LoRA, or with none, as a mode computes the conditionings; run once per host."""
+    return functools.cache(
+        lambda host, mode, lora_name: sample(host, CORE_IN_HALVES if mode == "split" else CORE, lora_name)
+    )
 
 
 def assert_equals_core(host: HostProcess, mode: str, lora_name: str, core_sample: Callable) -> None:
-    plain, expected = core_sample(host, None), core_sample(host, lora_name)
+    plain, expected = core_sample(host, mode, None), core_sample(host, mode, lora_name)
     assert not torch.equal(expected, plain)  # one host computes the same bits again: this is the LoRA
     host.forget()
     assert torch.equal(sample(host, MODES[mode], lora_name), expected)
+    assert computes_at_once(host) == (mode == "split")
     assert torch.equal(sample(host, MODES[mode]), plain)
 
 
@@ -64,7 +70,7 @@ def test_7_differences_of_norms_biases_and_convolutions_take_effect(
 def test_8_a_lora_on_convolutions_works_and_unknown_keys_do_not_reject_it(
     gpu_host: HostProcess, mode: str, core_sample: Callable
 ) -> None:
-    core_sample(gpu_host, "sd_convolution_lora")
+    core_sample(gpu_host, mode, "sd_convolution_lora")
     before = len(gpu_host.log())
     assert_equals_core(gpu_host, mode, "sd_convolution_lora", core_sample)
     told = gpu_host.log()[before:]
@@ -78,7 +84,7 @@ def test_9_a_lora_takes_effect_at_once_on_a_resident_model(
 ) -> None:
     """And the next one, and none again; the model is on its device each time."""
     names = [None, "sd_convolution_lora", "sd_norm_differences", None]
-    wanted = {name: core_sample(gpu_host, name) for name in names}
+    wanted = {name: core_sample(gpu_host, mode, name) for name in names}
     gpu_host.forget()
     for name in names:
         assert torch.equal(sample(gpu_host, MODES[mode], name), wanted[name])
