@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["choose_placement", "plan_as_chosen"]
 
 WIDGET = "placement"
+DIFFUSION_NODES = ("HighwaterLoadDiffusionModel", "HighwaterLoadCheckpoint", "HighwaterManageModel")
+# Core's nodes that need a diffusion model on the device that ComfyUI computes on, or say themselves where it computes.
+STAYING = ("ControlNetLoader", "DiffControlNetLoader", "MultiGPU_WorkUnits", "SelectModelDevice")
 chosen_before: dict[str, ChosenPlacement] = {}
 """By node and its inputs, the latest last."""
 taken: dict[str, None] = {}
@@ -47,6 +50,9 @@ def choose_placement(graph: Mapping[str, Any] | None, node_id: str | None) -> tu
         return DEFAULT, []
     if graph is None or node_id not in graph:
         return DEFAULT, [f"placement {AUTO}: this node is not one of the workflow's own, so {DEFAULT} is used"]
+    stays = why_stays(graph, node_id)
+    if stays:
+        return DEFAULT, [f"placement {AUTO}: {DEFAULT} is used, as {stays}"]
     graph = with_text(graph, node_id, AUTO)  # it may come over a link
     key = key_of(graph, node_id)
     if key in taken:
@@ -78,8 +84,20 @@ def plan_as_chosen(graph: Mapping[str, Any]) -> WorkflowPlan:
         given = inputs.get(WIDGET) if isinstance(inputs, Mapping) else None
         if given == AUTO or is_link(given, graph):
             chosen = chosen_before.get(key_of(graph, node_id))
-            known = known if chosen is None else with_text(known, node_id, chosen.text)
+            if given == AUTO and why_stays(graph, node_id):
+                known = with_text(known, node_id, DEFAULT)
+            elif chosen is not None:
+                known = with_text(known, node_id, chosen.text)
     return plan_graph(known, source="this workflow")
+
+
+def why_stays(graph: Mapping[str, Any], node_id: str) -> str:
+    """Return why a diffusion model has to stay where ComfyUI computes it; empty where it may compute elsewhere."""
+    if graph[node_id].get("class_type") not in DIFFUSION_NODES:
+        return ""
+    classes = {id: node.get("class_type") for id, node in graph.items() if isinstance(node, Mapping)}
+    found = next((f"node {id} ({name})" for id, name in classes.items() if name in STAYING), "")
+    return found and f"{found} works with a model on ComfyUI's own device, or says where it computes"
 
 
 def with_text(graph: Mapping[str, Any], node_id: str, text: str) -> dict[str, Any]:

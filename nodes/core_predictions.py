@@ -94,6 +94,13 @@ class CorePredictor:
         self.failed: dict[str, str] = {}
         """Why something of a file is not known, by what it is."""
 
+    @property
+    def kept_free_bytes(self) -> int:
+        """What core keeps free of weights on each GPU for computing, whatever is asked of it."""
+        from .host.core_needs import kept_free_bytes
+
+        return kept_free_bytes()
+
     def __call__(self, call: PlannedCall) -> Prediction | None:
         """Return what a call takes; None for pipelines, and where core cannot say it."""
         use, size, kind = call.use, call.use.size, call.component.kind

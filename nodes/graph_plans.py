@@ -78,6 +78,8 @@ def plan_graph(
         core = Core(seconds)
         predictors.append(core)
         read_lora = core.read_lora
+        if any(model.kind != PIPELINE for model in described.models):
+            machine = within_hosts_limit(machine, core.kept_free_bytes)
     try:
         planned = plan_workflow(described, machine, first_of(predictors), home=home_of(machine), read_lora=read_lora)
     except InvalidInput as error:
@@ -119,6 +121,17 @@ def first_of(predictors: Sequence[Predictor]) -> Predictor:
 def home_of(machine: Machine) -> str:
     """Return the device that ComfyUI uses where a loader says ``default``: its first accelerator."""
     return machine.accelerators[0].name if machine.accelerators else "cpu"
+
+
+def within_hosts_limit(machine: Machine, num_bytes: int) -> Machine:
+    """Return the machine on which a host keeps so much of each accelerator free of the weights that it loads."""
+    devices = (
+        capacity
+        if capacity.name == "cpu"
+        else replace(capacity, ceiling_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - num_bytes))
+        for capacity in machine.devices
+    )
+    return replace(machine, devices=tuple(devices))
 
 
 def keep_free(machine: Machine, asked: Mapping[str, Marks]) -> Machine:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..memory.options.placement import AUTO
+from .device_choices import DEFAULT
 from .workflow_reading.description import CONTROL, PIPELINE, LoadedModel
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ def leaves_open(model: LoadedModel) -> bool:
     """
     asked = model.asked
     is_movable = model.is_ours and model.kind not in (PIPELINE, CONTROL) and asked.engine != "dynamic"
-    return is_movable and asked.placement == AUTO
+    return is_movable and (asked.placement or "").strip() == AUTO
 
 
 def widget_text(plan: Plan, model: LoadedModel) -> str:
     """Return a placement as the loaders of ComfyUI's models take it: of the places to rest only another GPU."""
     (part,) = plan.components
+    if model.kind == CONTROL and model.asked.placement in (None, DEFAULT, AUTO):
+        return DEFAULT  # where the model computes that it guides
     name = model.kind if is_part(model) else "*"
     return str(replace(part.placement, component=name, tier=part.store or None, forbids_ram=False))
 

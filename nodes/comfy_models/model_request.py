@@ -148,6 +148,7 @@ def read_request(
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
     asked, notes = fit_profile(*chosen_profile(profile))
+    placement = placement.strip() if isinstance(placement, str) else placement
     if placement == AUTO and engine != DYNAMIC and not node.FOLLOWS_MODEL:
         placement, chosen_notes = choose_placement(node.hidden.prompt, node.hidden.unique_id)
         notes = [*notes, *chosen_notes]

@@ -34,6 +34,7 @@ __all__ = [
     "SamplingNeeds",
     "TiledNeeds",
     "coding_needs",
+    "kept_free_bytes",
     "on_meta",
     "reserves_for_gpus",
     "sampling_needs",
@@ -155,6 +156,11 @@ class CodingNeeds:
 def reserves_for_gpus() -> bool:
     """Whether core reserves for sampling what GPUs take: where it has none, several times as much, for attention."""
     return bool(comfy.model_management.cpu_state == comfy.model_management.CPUState.GPU)
+
+
+def kept_free_bytes() -> int:
+    """Return what core keeps free of weights on each GPU: for computing, and what ``--reserve-vram`` says."""
+    return int(comfy.model_management.minimum_inference_memory())
 
 
 def needs_in_tiles(size: TiledSize, *counted: Any) -> TiledNeeds:

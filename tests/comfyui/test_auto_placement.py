@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +105,26 @@ def test_a_checkpoint_has_each_part_placed(crowded: HostProcess) -> None:
     assert note.startswith(
         "placement auto chooses diffusion=gpu:1,text=gpu:1,vae=gpu:1: diffusion: gpu:1 has the most memory"
     )
+
+
+@pytest.mark.parametrize("free_mib", [700, 900, 1000, 1100, 1300])
+def test_a_plan_leaves_free_what_core_does(gpu_host: HostProcess, free_mib: int) -> None:
+    """Some 0.8 GiB for computing: what is left of a card may hold none of a model."""
+    gpu_host.forget()
+    occupy(gpu_host, first=free_mib, second=free_mib)
+    try:
+        graph = Graph()
+        graph.keep(sample_flux(graph, Loaders().diffusion_model(graph, "wide_flux.safetensors")))
+        node_id, _ = graph.add("HighwaterPlan", devices="")
+        gpu_host.forget()
+        result = gpu_host.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+        (share,) = (part["plan"]["shares"][0] for part in gpu_host.part("components") if part["name"] == "wide_flux")
+    finally:
+        occupy(gpu_host, first=-1, second=-1)
+    planned = re.search(r"^wide_flux .*?(\d+) of \d+ ", result.outputs[node_id]["text"][0], re.MULTILINE)
+    assert planned is not None
+    assert share["resident_blocks"] == int(planned[1])
 
 
 @pytest.mark.parametrize("name", ["wide_flux.safetensors", "big_flux.safetensors"])

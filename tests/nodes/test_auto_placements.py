@@ -20,6 +20,7 @@ from highwater.memory.units import GIB, MIB
 comfy_api.install()
 from highwater.nodes import auto_placements, device_choices, graph_plans, workflow_plans  # noqa: E402
 from highwater.nodes.default_profile import set_default_profile  # noqa: E402
+from highwater.nodes.open_placements import chosen_of, widget_text  # noqa: E402
 from highwater.nodes.planned_calls import Prediction  # noqa: E402
 from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
 
@@ -224,6 +225,26 @@ def test_what_cannot_be_split_is_left_to_comfyui(loader: str) -> None:
     assert text == "default"
 
 
+@pytest.mark.parametrize("name", ["ControlNetLoader", "MultiGPU_WorkUnits", "SelectModelDevice"])
+def test_a_model_stays_for_nodes_of_cores_that_need_it_there(name: str) -> None:
+    """Core's ControlNets guide on ComfyUI's device alone, and what is split has no MultiGPU clones."""
+    inputs = {"control_net_name": "x"} if name == "ControlNetLoader" else {"model": ["model", 0], "max_gpus": 2}
+    staying = graph(other=node(name, **inputs))
+    text, (note,) = auto_placements.choose_placement(staying, "model")
+    assert text == "default" and f"node other ({name})" in note
+    planned = auto_placements.plan_as_chosen(staying)
+    assert planned.placements["node model (HighwaterLoadDiffusionModel)"] == "gpu:0"
+    assert auto_placements.choose_placement(staying, "vae")[0] == planned.chosen["vae"].text
+
+
+def test_the_text_of_a_controlnet_that_follows_its_model_says_so() -> None:
+    described = read_workflow(graph(placement="gpu:1"))
+    (plan, _) = workflow_plans.plan_workflow(described, machine(8, 11)).plans.values()
+    model = replace(described.models[0], kind="control")
+    for placement, text in ((None, "default"), ("default", "default"), ("auto", "default"), ("gpu:1", "gpu:1")):
+        assert widget_text(plan, replace(model, asked=replace(model.asked, placement=placement))) == text
+
+
 @pytest.mark.parametrize("ratio", ["", "@30%", "@0.45"])
 @pytest.mark.parametrize("groups", ["", "/4", "/auto"])
 def test_every_text_of_a_plan_is_one_that_the_widget_takes(ratio: str, groups: str) -> None:
@@ -239,8 +260,6 @@ def test_the_parts_of_a_checkpoint_have_an_item_each() -> None:
         replace(model, part=part, node=described.models[0].node)
         for model, part in zip(described.models, ("model", "vae"), strict=True)
     )
-    from highwater.nodes.open_placements import chosen_of
-
     plans = list(workflow_plans.plan_workflow(described, machine(8, 11)).plans.values())
     chosen = chosen_of(parts, plans)["model"]
     placement, notes = device_choices.resolve_part_placement(chosen.text)
