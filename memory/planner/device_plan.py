@@ -317,8 +317,9 @@ def find_allowed(
     least = whole.fixed_bytes + whole.scratch_bytes + largest
     if device == "cpu":
         return Allowed(whole=whole, sizes=sizes, largest_bytes=largest, least_bytes=least, limit_bytes=0, source="")
-    if capacity.ceiling_bytes is not None:  # a host may say less than anything computes with
-        capacity = replace(capacity, ceiling_bytes=max(capacity.ceiling_bytes, least))
+    if capacity.ceiling_bytes is not None:
+        # A host says it of the device that it loads a component on, and may say less than anything computes with.
+        capacity = replace(capacity, ceiling_bytes=max(capacity.ceiling_bytes, least) if first else None)
     limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
     more = 0
     if keeps_free and limit >= least:

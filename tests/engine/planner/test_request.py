@@ -338,3 +338,22 @@ def test_several_loaders_name_one_limit_of_page_locked_memory() -> None:
         if (line := re.findall(r"the limit of page-locked memory for all components is ([\d.]+\w+)", reason))
     ]
     assert told == ["1.20GiB"] * len(told) and len(told) > 1
+
+
+@pytest.mark.parametrize("ceiling_mib", [0, 3, 6])
+def test_a_hosts_ceiling_holds_on_the_first_device_and_leaves_the_least_form(ceiling_mib: int) -> None:
+    tensors = (TensorSpec(name="weight", dtype="BF16", shape=(MIB // 2,), encodable=False),)
+    blocks = tuple(Block(name=f"blocks.{number}", tensors=tensors) for number in range(8))
+    component = Component(name="net", kind="diffusion", blocks=blocks, non_block=Block(name="", tensors=()))
+    gpus = (
+        DeviceCapacity(name=f"gpu:{n}", total_bytes=GIB, available_bytes=100 * MIB, ceiling_bytes=ceiling_mib * MIB)
+        for n in range(2)
+    )
+    cpu = DeviceCapacity(name="cpu", total_bytes=GIB, available_bytes=GIB)
+    machine = Machine(devices=(cpu, *gpus), pinned_bytes=GIB)
+    for text in ("gpu:0", "gpu:0&gpu:1"):
+        placement = parse_placement(text, devices=["cpu", "gpu:0", "gpu:1"], components=["net"])
+        plan = plan_request(PlanRequest(components=(component,), machine=machine, placement=placement))
+        first, *others = plan["net"].shares
+        assert first.device_bytes <= max(ceiling_mib, 1) * MIB
+        assert all(not share.streamed for share in others)
