@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..memory.options.placement import AUTO
-from .widget_values import read_profile
 
 if TYPE_CHECKING:
     from ..memory.options.profile import OffloadProfile
@@ -29,6 +28,8 @@ def set_default_profile(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidInput: it is no profile; names the column and what is allowed there.
     """
+    from .widget_values import read_profile  # importable only where a host, or its stand-in, is
+
     text = body["profile"].strip() or AUTO
     profile = read_profile(text)
     setting[0] = text
@@ -56,5 +57,7 @@ def chosen_profile(text: str, components: tuple[str, ...] = ()) -> tuple[Offload
 
     Raises as `read_profile`.
     """
+    from .widget_values import read_profile
+
     found = profile_text(text)
     return from_setting(read_profile(found, components), text), found

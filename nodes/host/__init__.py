@@ -16,6 +16,7 @@ __all__, __getattr__ = lazy_names(
             "SamplingNeeds",
             "TiledNeeds",
             "coding_needs",
+            "kept_free_bytes",
             "on_meta",
             "reserves_for_gpus",
             "sampling_needs",
