@@ -35,6 +35,8 @@ __all__ = [
 
 # What no name in a placement or a profile holds.
 NO_NAME = re.compile(r"[^\w.\-]")
+# Halves of characters that stand for no byte.
+OTHER_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 # What a checkpoint's loader makes of it: each part's kind, and what its weights' names begin with.
 CHECKPOINT_PARTS = {
     "model": ("diffusion", ("model.diffusion_model.",)),
@@ -77,7 +79,9 @@ def plan_files(
 
 def component_name(path: Path) -> str:
     """Return what a file's model is called in a plan: its own name, as far as placements and profiles can write it."""
-    name = NO_NAME.sub("_", path.stem)
+    # Where the system's encoding is not UTF-8, Python keeps the bytes of other letters as halves of characters.
+    stem = OTHER_HALF.sub("_", path.stem).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    name = NO_NAME.sub("_", stem)
     is_free = WORD.fullmatch(name) is not None and not names_device(name) and name not in (*SETTINGS, "unlimited")
     return name if is_free else f"_{name}"
 
