@@ -40,6 +40,9 @@ from .watermark import Watermark, WatermarkReport, Watermarks, unlearned_bytes
 
 __all__ = ["LiveCapacity", "computable"]
 
+# A plan's room for one piece exceeds what is expected of it by no more than this part.
+ROOM_MARGIN = 0.2
+
 
 class LiveCapacity:
     """The numbers that plans are made from, as they are now. The caller holds the manager's lock.
@@ -183,9 +186,11 @@ class LiveCapacity:
     def expect(self, member: Member, num_bytes: int) -> bool:
         """Note what forwards to come are predicted to take on a member's first device; returns whether it is news.
 
-        No more than what its plan keeps for tiles, where it has them.
+        Where its plan keeps room for tiles, or for one piece, that much.
         """
-        num_bytes = min(num_bytes, member.tile_bytes or num_bytes)
+        # Room for a decode in one piece is a little more than that takes: what tiles are chosen by.
+        if member.tile_bytes <= num_bytes * (1 + ROOM_MARGIN):
+            num_bytes = member.tile_bytes or num_bytes
         return self.needs.expect(self.key_of(member.managed.component, member.managed.primary.name, member), num_bytes)
 
     def kept_for_sharing(self, member: Member | None, device: str) -> int:
