@@ -22,6 +22,7 @@ from .open_placements import ChosenPlacement
 from .prompts import is_link
 
 if TYPE_CHECKING:
+    from .described_hardware import Hardware
     from .workflow_plans import WorkflowPlan
 
 __all__ = ["choose_placement", "plan_as_chosen"]
@@ -74,8 +75,13 @@ def choose_placement(graph: Mapping[str, Any] | None, node_id: str | None) -> tu
     return chosen.text, [f"placement {AUTO} chooses {chosen.text}{why}"]
 
 
-def plan_as_chosen(graph: Mapping[str, Any]) -> WorkflowPlan:
-    """Plan a workflow on this machine, with what was chosen before as given. Raises as `plan_graph`."""
+def plan_as_chosen(graph: Mapping[str, Any], hardware: Hardware | None = None) -> WorkflowPlan:
+    """Plan a workflow as its loaders choose: on this machine with what they chose before as given. Raises as
+    `plan_graph`.
+
+    Args:
+        hardware: another machine, for which nothing was chosen yet.
+    """
     from .graph_plans import plan_graph
 
     known = graph
@@ -86,9 +92,9 @@ def plan_as_chosen(graph: Mapping[str, Any]) -> WorkflowPlan:
             chosen = chosen_before.get(key_of(graph, node_id))
             if given == AUTO and why_stays(graph, node_id):
                 known = with_text(known, node_id, DEFAULT)
-            elif chosen is not None:
+            elif chosen is not None and hardware is None:
                 known = with_text(known, node_id, chosen.text)
-    return plan_graph(known, source="this workflow")
+    return plan_graph(known, source="this workflow", hardware=hardware)
 
 
 def why_stays(graph: Mapping[str, Any], node_id: str) -> str:

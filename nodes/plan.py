@@ -64,15 +64,11 @@ class HighwaterPlan(io.ComfyNode):
         from ..memory.errors import DoesNotFit, InvalidInput
         from .auto_placements import plan_as_chosen
         from .described_hardware import parse_hardware
-        from .graph_plans import plan_graph
         from .plan_picture import draw_plan, draw_text
 
         hardware = parse_hardware(devices) if devices.strip() else None
         try:
-            if hardware is None:
-                planned = plan_as_chosen(cls.hidden.prompt)
-            else:
-                planned = plan_graph(cls.hidden.prompt, source="this workflow", hardware=hardware)
+            planned = plan_as_chosen(cls.hidden.prompt, hardware)
         except (DoesNotFit, InvalidInput) as error:  # that is the plan: the rest of the workflow says it where it runs
             text, picture = f"cannot be planned: {error}", draw_text(str(error))
         else:

@@ -324,6 +324,8 @@ def placement_of(
         notes.append(f"{model.node.label}: placement {text}: there is no {' or '.join(missing)}, so that is left out")
         placement = placement.without(missing)
         placement = default if placement == AUTO_PLACEMENT else placement
+    if chosen is not None and not any(placement.item_for(name, model.kind).devices for name in names):
+        return default  # a text for other parts of a checkpoint
     if model.is_ours and model.kind == DIFFUSION:
         # As they are loaded: both halves of a step compute at once.
         placement = Placement(items=tuple(map(in_turn, placement.items)))

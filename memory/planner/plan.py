@@ -162,8 +162,10 @@ class Plan:
         # A device's budget is for all components together: no budget of each says the same.
         budgets = [item for item in self.profile.budgets if names_device(item.target)]
         for plan in self.components:
-            if len(plan.shares) > 1:
-                continue  # one number is not the limit of each
+            if len(plan.shares) > 1:  # one number is not the limit of each: what was said of it stays
+                said = (plan.component, plan.kind, "*")
+                budgets += [item for item in self.profile.budgets if item.target in said and item not in budgets]
+                continue
             limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
             budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))
         pinned = tuple(plan.component for plan in self.components if plan.pinned_bytes)

@@ -20,6 +20,7 @@ from highwater.memory.units import GIB, MIB
 comfy_api.install()
 from highwater.nodes import auto_placements, device_choices, graph_plans, workflow_plans  # noqa: E402
 from highwater.nodes.default_profile import set_default_profile  # noqa: E402
+from highwater.nodes.described_hardware import parse_hardware  # noqa: E402
 from highwater.nodes.open_placements import chosen_of, widget_text  # noqa: E402
 from highwater.nodes.planned_calls import Prediction  # noqa: E402
 from highwater.nodes.workflow_reading.reading import read_workflow  # noqa: E402
@@ -63,7 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch, here: Machine) -> None:
     names = [device.name for device in here.devices]
     monkeypatch.setattr(device_choices, "device_names", lambda: names)
     monkeypatch.setattr(auto_placements, "accelerator_names", lambda: [name for name in names if name != "cpu"])
-    monkeypatch.setattr(graph_plans, "machine_for", lambda hardware, marks: here)
+    monkeypatch.setattr(graph_plans, "machine_for", lambda hardware, marks: hardware.machine() if hardware else here)
 
 
 def node(name: str, **inputs: Any) -> dict[str, Any]:
@@ -233,7 +234,9 @@ def test_a_model_stays_for_nodes_of_cores_that_need_it_there(name: str) -> None:
     text, (note,) = auto_placements.choose_placement(staying, "model")
     assert text == "default" and f"node other ({name})" in note
     planned = auto_placements.plan_as_chosen(staying)
-    assert planned.placements["node model (HighwaterLoadDiffusionModel)"] == "gpu:0"
+    elsewhere = auto_placements.plan_as_chosen(staying, parse_hardware("gpu:0=600MiB,gpu:1=1GiB,host=1GiB"))
+    for each in (planned, elsewhere):
+        assert each.placements["node model (HighwaterLoadDiffusionModel)"] == "gpu:0"
     assert auto_placements.choose_placement(staying, "vae")[0] == planned.chosen["vae"].text
 
 
@@ -252,6 +255,14 @@ def test_every_text_of_a_plan_is_one_that_the_widget_takes(ratio: str, groups: s
     for text in planned.placements.values():
         assert text in device_choices.placement_choices()
         assert device_choices.resolve_placement(text)[1] == []
+
+
+@pytest.mark.parametrize("text", ["text=gpu:1", "vae=gpu:1", "auto,vae=gpu:1", "diffusion=auto"])
+def test_what_a_checkpoints_placement_does_not_name_is_on_comfyuis_device(text: str) -> None:
+    (model, *_) = read_workflow(graph()).models
+    asked = replace(model, part="model", asked=replace(model.asked, placement=text))
+    placement = workflow_plans.placement_of(asked, ["cpu", "gpu:0", "gpu:1"], ["tiny.model"], "gpu:0", [])
+    assert [split.device for split in placement.item_for("tiny.model", "diffusion").devices] == ["gpu:0"]
 
 
 def test_the_parts_of_a_checkpoint_have_an_item_each() -> None:

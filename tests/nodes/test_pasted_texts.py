@@ -106,3 +106,14 @@ def test_a_budget_in_a_profile_is_said_in_the_words_of_its_loader(tmp_path: Path
     assert line == {None: "profile: a_b=0.5MiB", "gpu:0": "profile: 0.5MiB"}.get(placement, "profile: text=0.5MiB")
     if placement is not None:
         read_profile(line.removeprefix("profile: "))
+
+
+@pytest.mark.parametrize("profile", ["auto", "0.3MiB", "gpu:0=0.3MiB,gpu:1=0.35MiB", "net=0.3MiB"])
+def test_a_split_pasted_back_keeps_its_budgets(tmp_path: Path, profile: str) -> None:
+    path = write(tmp_path / "net.safetensors")
+    first = plan([path], profile, "gpu:0&gpu:1")
+    again = plan([path], first.explicit_profile, first.placement)
+    shares, others = (
+        [(share.device, share.blocks, share.resident) for share in each.components[0].shares] for each in (first, again)
+    )
+    assert shares == others
